@@ -3,7 +3,10 @@
 torch adds a mask to scores. So a NaN of a dead pair would spread, and such spans are left to
 :mod:`.cpu`.
 
-Non-goals: scores that the program changes, weights of its own, dropout, gradients.
+The backward is torch's own too: given output and log-sum-exp of whole rows, it makes what a span
+adds to their gradients.
+
+Non-goals: scores that the program changes, weights of its own, dropout, gradients of captures.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,14 +25,16 @@ from .torch_tiles import work_dtype
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
 
-    from ..base import Call
-    from .cpu import Place
+    from ..base import Backward, Call
     from .lives import Lives
     from .plan import Span, Step
+    from .spans import Place
+
+    Bias = tuple[torch.Tensor, torch.Tensor | None]
 
 _KEPT = 16
 """Spans of a call whose bias is kept."""
-_MOST_KEPT = 1 << 20
+_MOST_KEPT = 1 << 22
 """Numbers of such a one, at most."""
 
 
@@ -40,6 +45,12 @@ def is_plain(program: Program, call: Call) -> bool:
         and not _reads_score(program.mask) and call.q.device.type == "cpu"
         and call.q.shape[3] == call.v.shape[3]
     )  # fmt: skip
+
+
+def wants_no_more(backward: Backward) -> bool:
+    """Whether nothing but gradients of q, k and v is wanted, by nothing but the output's."""
+    wants = backward.wanted
+    return backward.grad_lse is None and not wants.tensors and not wants.params
 
 
 @lru_cache(maxsize=256)
@@ -54,7 +65,7 @@ class Biases:
     def __init__(self, call: Call, lives: Lives) -> None:
         """Of a call with these live pairs."""
         self._call, self._lives = call, lives
-        self._kept: dict[object, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._kept: dict[object, Bias] = {}
 
     def of(
         self, step: Step, span: Span, place: Place
@@ -65,25 +76,43 @@ class Biases:
         """
         if not span.partial:
             return None, None
+        if span.full and span.partial[0][1] == span.columns[1]:
+            return self._of_end(step, span, place)
         key = self._lives.key(step, span.columns, *span.partial)
         found = None if key is None else self._kept.get(key)
         if found is None:
             found = self._made(step, span, place)
-            if key is not None and found[0].numel() <= _MOST_KEPT and len(self._kept) < _KEPT:
-                self._kept[key] = found
+            self._keep(key, found)
         return found
 
-    def _made(
-        self, step: Step, span: Span, place: Place
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _of_end(self, step: Step, span: Span, place: Place) -> Bias:
+        """Where the mask decides at the end alone: the end of one that is as long or longer.
+
+        Spans of a causal mask are longer from step to step, and end alike.
+        """
+        key = self._lives.key(step, *span.partial)
+        found = None if key is None else self._kept.get(key)
+        if found is None or found[0].shape[-1] < span.width:
+            more = 0 if found is None else found[0].shape[-1]
+            found = self._made(step, span, place, more)
+            self._keep(key, found)
+        return found[0][..., -span.width :], None
+
+    def _keep(self, key: object | None, found: Bias) -> None:
+        fits = found[0].numel() <= _MOST_KEPT
+        if key is not None and fits and (key in self._kept or len(self._kept) < _KEPT):
+            self._kept[key] = found
+
+    def _made(self, step: Step, span: Span, place: Place, more: int = 0) -> Bias:
+        """The bias of a span, with ``more`` keys before it that are all live."""
         lives = [self._lives.of(step, columns) for columns in span.partial]
         batch, heads, rows = place.shape
         if all(live.shape[0] == live.shape[1] == 1 for live in lives):
             batch = heads = 1
-        shape = (batch, heads, rows, span.width)
+        shape = (batch, heads, rows, more + span.width)
         bias = torch.zeros(shape, dtype=work_dtype(self._call), device=self._call.q.device)
         for columns, live in zip(span.partial, lives, strict=True):
-            start = columns[0] - span.columns[0]
+            start = more + columns[0] - span.columns[0]
             part = bias[..., start : start + columns[1] - columns[0]]
             part.masked_fill_(~live, -torch.inf)
         if span.full:
@@ -99,6 +128,15 @@ def _by_matrices(found: torch.Tensor, place: Place) -> torch.Tensor:
     if found.shape[0] == found.shape[1] == 1:
         found, number = found.expand(1, batch * heads // number, rows, -1), 1
     return found.reshape(number, 1, -1, found.shape[-1])
+
+
+class OfForward(NamedTuple):
+    """Of rows of a step, (matrices, group * rows, dim) and (matrices, group * rows, 1) for lse."""
+
+    grad_out: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    """Infinite for rows with no live pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +176,34 @@ class PlainRows:
         if int(torch.count_nonzero(lse)) < lse.numel() and _has_spoilt_rows(part, lse):
             return None
         return part, lse
+
+    def gradients(
+        self, span: Span, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        of: OfForward,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:  # fmt: skip
+        """What a span adds to dQ, and its dK and dV; None where torch may have spoiled them.
+
+        Args:
+            span: Of the keys.
+            queries: (matrices, group * rows, dim).
+            keys: (matrices, width, dim).
+            values: The same.
+            of: What is known of the rows.
+
+        Returns:
+            Laid out as ``queries``, ``keys`` and ``values``.
+        """
+        bias, _ = self.biases.of(self.step, span, self.place)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            of.grad_out.unsqueeze(1), queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1),
+            of.out.unsqueeze(1), of.lse.squeeze(-1).unsqueeze(1), 0.0, False,
+            attn_mask=bias, scale=self.call.scale,
+        )  # fmt: skip
+        dq, dk, dv = (x.squeeze(1) for x in found)
+        # A dead pair's weight and its gradient are products with 0, which NaN and infinities spoil.
+        if bias is not None and math.isnan(float(dq.sum()) + float(dv.sum())):
+            return None
+        return dq, dk, dv
 
 
 def _has_spoilt_rows(part: torch.Tensor, lse: torch.Tensor) -> bool:

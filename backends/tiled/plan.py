@@ -25,11 +25,7 @@ BLOCK_M = 128
 BLOCK_N = 64
 """Keys of a tile; small, since it is by tiles that dead pairs are left out."""
 SPAN = 1024
-"""Longest span of a whole tile of rows; a multiple of BLOCK_N. Fewer rows have longer spans."""
-PAIRS = 1 << 19
-"""Most pairs of a step's span, of all its heads (as far as one kv head's queries allow)."""
-DEVICE_PAIRS = 1 << 22
-"""The same on other devices than CPUs, where what counts is how many operations are started."""
+"""Most keys whose scores are made at once for a whole tile of rows; a multiple of BLOCK_N."""
 _FEW_PAIRS = 1 << 13
 """Most pairs of a head whose tiles are all taken for PARTIAL ones. Each length of a growing cache
 has a plan of its own, and to find kinds of tiles takes longer than a few keys too many."""
@@ -43,6 +39,32 @@ _KEPT = 16
 """Plans that are remembered."""
 _KEPT_STEPS = 1 << 12
 """Steps of the longest one that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a step may do at once."""
+
+    keys: int
+    """Of a span of a whole tile of rows. Fewer rows have longer spans: see M33 in
+    docs/measured.md."""
+    pairs: int
+    """Of a span, of all the step's heads (as far as one kv head's queries allow)."""
+
+
+CPU = Limits(SPAN, 1 << 19)
+DEVICE = Limits(SPAN, 1 << 22)
+"""On other devices than CPUs, where what counts is how many operations are started."""
+PLAIN = Limits(1 << 30, 1 << 24)
+"""Of torch's own attention, which keeps no scores: what counts is how many heads run side by side,
+and how large a bias is."""
+
+
+def limits_of(call: Call, plain: bool) -> Limits:
+    """Those of steps that keep scores, or that are ``plain`` ones."""
+    if plain:
+        return PLAIN
+    return CPU if call.q.device.type == "cpu" else DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +83,14 @@ class Span:
     def full(self) -> bool:
         """Whether some keys are live for all rows of the step."""
         return sum(stop - start for start, stop in self.partial) < self.width
+
+    def parts(self) -> Iterator[Span]:
+        """The same keys in spans of a length for which scores may be kept."""
+        first, last = self.columns
+        for start in range(first, last, SPAN):
+            stop = min(start + SPAN, last)
+            partial = ((max(start, a), min(stop, b)) for a, b in self.partial)
+            yield Span((start, stop), tuple((a, b) for a, b in partial if a < b))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +111,17 @@ class Plans:
         self._kept: OrderedDict[object, list[Step]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, lowered: Lowered, call: Call) -> list[Step]:
+    def of(self, lowered: Lowered, call: Call, limits: Limits) -> list[Step]:
         """The steps that cover all live pairs of ``call``; rows without any may be in none."""
-        key = _key(lowered, call)
+        key = _key(lowered, call, limits)
         if key is None:
-            return make_plan(lowered, call)
+            return make_plan(lowered, call, limits)
         with self._lock:
             steps = self._kept.get(key)
             if steps is not None:
                 self._kept.move_to_end(key)
                 return steps
-        steps = make_plan(lowered, call)
+        steps = make_plan(lowered, call, limits)
         if len(steps) <= _KEPT_STEPS:
             with self._lock:
                 self._kept[key] = steps
@@ -100,7 +130,7 @@ class Plans:
         return steps
 
 
-def _key(lowered: Lowered, call: Call) -> object | None:
+def _key(lowered: Lowered, call: Call, limits: Limits) -> object | None:
     """What the plan of ``call`` depends on; None where that includes elements of tensors."""
     mask = lowered.program.mask
     numbers = (call.q_offset, call.kv_offset, *call.params.values())
@@ -111,10 +141,10 @@ def _key(lowered: Lowered, call: Call) -> object | None:
     if mask is not None and any(item.op is Op.LOAD for item in toposort(mask)):
         return None
     shapes = (*call.q.shape[:3], *call.k.shape[1:3], call.q.shape[3])
-    return lowered.digest, call.q.device.type, *shapes, *call.sizes.items(), *numbers
+    return lowered.digest, call.q.device.type, limits, *shapes, *call.sizes.items(), *numbers
 
 
-def make_plan(lowered: Lowered, call: Call) -> list[Step]:
+def make_plan(lowered: Lowered, call: Call, limits: Limits) -> list[Step]:
     """The steps that cover all live pairs of ``call``; rows without any may be in none."""
     batch, heads, q_len, _ = call.q.shape
     kv_heads, kv_len = call.k.shape[1:3]
@@ -137,7 +167,9 @@ def make_plan(lowered: Lowered, call: Call) -> list[Step]:
         step
         for number, rows in enumerate(table)
         for box, row in _boxes(rows, batch, heads, group)
-        for step in _split(box, number, _spans(row, kv_len, _longest_span(number, call)), call)
+        for step in _split(
+            box, number, _spans(row, kv_len, _longest_span(number, call, limits)), call, limits
+        )
     ]
 
 
@@ -147,21 +179,13 @@ class _Box:
     heads: Range
 
 
-def _longest_span(number: int, call: Call) -> int:
-    """Keys that a span of tile row ``number`` may have.
-
-    Few rows take few operations so: see M33 in docs/measured.md.
-    """
+def _longest_span(number: int, call: Call, limits: Limits) -> int:
+    """Keys that a span of tile row ``number`` may have."""
     _, heads, q_len, _ = call.q.shape
     rows = q_len - number * BLOCK_M
     if rows >= BLOCK_M:
-        return SPAN
-    return max(SPAN, _pairs(call) // (rows * heads) // BLOCK_N * BLOCK_N)
-
-
-def _pairs(call: Call) -> int:
-    """Most pairs of a step's span."""
-    return PAIRS if call.q.device.type == "cpu" else DEVICE_PAIRS
+        return limits.keys
+    return max(limits.keys, limits.pairs // (rows * heads) // BLOCK_N * BLOCK_N)
 
 
 def _spans(row: bytes, kv_len: int, longest: int) -> tuple[Span, ...]:
@@ -247,13 +271,15 @@ def _aligned(start: int, stop: int, group: int) -> Iterator[Range]:
         start = end
 
 
-def _split(box: _Box, number: int, spans: tuple[Span, ...], call: Call) -> Iterator[Step]:
+def _split(
+    box: _Box, number: int, spans: tuple[Span, ...], call: Call, limits: Limits
+) -> Iterator[Step]:
     """Steps of ``box`` with a limited number of pairs a span, as far as groups of heads allow."""
     if not spans:
         return
     heads, q_len, group = call.q.shape[1], call.q.shape[2], call.q.shape[1] // call.k.shape[1]
     rows = (number * BLOCK_M, min((number + 1) * BLOCK_M, q_len))
-    room = _pairs(call) // ((rows[1] - rows[0]) * max(span.width for span in spans))
+    room = limits.pairs // ((rows[1] - rows[0]) * max(span.width for span in spans))
     (first, last), (low, high) = box.batches, box.heads
     if room >= heads and last - first > 1:
         for b in range(first, last, room // heads):

@@ -7,11 +7,12 @@ them, to add up gradients of captured tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attndsl.ir import Op, toposort
+from attndsl.ir import Op, dependencies, toposort
 from attndsl.passes.inside import reads_inside
 
 from ..dense.interpret import RULES, Scope, scope_of
@@ -33,7 +34,8 @@ class Expressions:
 
     As :func:`~..dense.interpret.evaluate`, but where a lookup's indices are plain names of
     consecutive positions (``bias[b, h, q, kv]``) it takes a view in place of gathering element by
-    element.
+    element. What varies with rows alone, or with keys alone (``q // 1000``), is evaluated once for
+    all tiles.
     """
 
     def __init__(self, call: Call) -> None:
@@ -44,7 +46,7 @@ class Expressions:
         """The step of the last tile, and what its tiles share."""
         self._ranges: dict[str, Range] = {}
         self._variables: dict[str, torch.Tensor] = {}
-        self._orders: dict[tuple[Node, ...], list[Node]] = {}
+        self._lines: dict[Node, torch.Tensor] = {}
         group = call.q.shape[1] // max(1, call.k.shape[1])
         self._starts: dict[str, int] = {"b": 0, "h": 0} | ({"hkv": 0} if group == 1 else {})
         for name, offset, index in (
@@ -53,6 +55,8 @@ class Expressions:
         ):
             if index is None and not isinstance(offset, torch.Tensor):
                 self._starts[name] = offset
+        self._lengths = {"b": call.q.shape[0], "h": call.q.shape[1], "hkv": call.q.shape[1],
+                         "q": call.q.shape[2], "kv": call.k.shape[2]}  # fmt: skip
 
     def tile(self, step: Step, columns: Range, score: torch.Tensor) -> Tile:
         """The tile of ``step`` at ``columns``, with ``score`` (batch, heads, rows, columns)."""
@@ -70,18 +74,49 @@ class Expressions:
         variables = {**self._variables, "kv": kv}
         ranges = {**self._ranges, "kv": columns}
         scope = Scope(variables, base.sizes, base.params, base.tensors, score)
-        logical = {
+        return Tile(self, scope, self._logical(ranges), ranges)
+
+    def _logical(self, ranges: dict[str, Range]) -> dict[str, Range]:
+        return {
             name: (start + ranges[name][0], start + ranges[name][1])
             for name, start in self._starts.items()
         }
-        return Tile(self, scope, logical)
 
-    def order(self, roots: tuple[Node, ...]) -> list[Node]:
-        """The nodes below ``roots``, operands first."""
-        found = self._orders.get(roots)
+    def line(self, node: Node, ranges: dict[str, Range]) -> torch.Tensor:
+        """The part within ``ranges`` of what varies with rows alone, or with keys alone."""
+        found = self._lines.get(node)
         if found is None:
-            found = self._orders[roots] = list(toposort(*roots))
+            every = {name: (0, length) for name, length in self._lengths.items()}
+            whole = Tile(self, self._base, self._logical(every), every)
+            found = self._lines[node] = whole.computed(tuple(toposort(node)), frozenset())[node]
+        for name, dim in _DIMS.items():
+            if name != "hkv" and found.shape[dim] > 1:
+                found = _narrow(found, dim, ranges[name])
         return found
+
+
+class _Order(NamedTuple):
+    """What is evaluated of some expressions."""
+
+    nodes: tuple[Node, ...]
+    """Operands first, without those that lines alone are made of."""
+    lines: frozenset[Node]
+    """Those of the nodes that vary with rows alone, or with keys alone, and are operations."""
+
+
+@lru_cache(maxsize=256)
+def _order_of(roots: tuple[Node, ...]) -> _Order:
+    varies, every = dependencies(*roots), list(toposort(*roots))
+    needed, lines = set(roots), set()
+    for item in reversed(every):
+        if item not in needed:
+            continue
+        positions = varies[item] & {"q", "kv", "score"}
+        if item.args and len(positions) == 1 and positions != {"score"}:
+            lines.add(item)
+        else:
+            needed.update(item.args)
+    return _Order(tuple(item for item in every if item in needed), frozenset(lines))
 
 
 def _narrow(tensor: torch.Tensor, dim: int, place: Range) -> torch.Tensor:
@@ -99,17 +134,26 @@ class Tile:
     scope: Scope
     ranges: dict[str, Range]
     """Logical positions of the names that run over consecutive ones."""
+    places: dict[str, Range]
+    """Of the pairs, within those of the call."""
 
     def evaluate(self, *roots: Node) -> tuple[torch.Tensor, ...]:
         """Values of ``roots``, each of four dims of full size or 1; not to be written to."""
+        values = self.computed(*_order_of(roots))
+        return tuple(values[root] for root in roots)
+
+    def computed(self, nodes: tuple[Node, ...], lines: frozenset[Node]) -> dict[Node, torch.Tensor]:
+        """Values of ``nodes``, operands first; those of ``lines`` are parts of the call's."""
         values: dict[Node, torch.Tensor] = {}
-        for item in self.expressions.order(roots):
-            if item.op is Op.LOAD and item.args:
+        for item in nodes:
+            if item in lines:
+                values[item] = self.expressions.line(item, self.places)
+            elif item.op is Op.LOAD and item.args:
                 values[item] = self._load(item, values)
             else:
                 args = tuple(values[arg] for arg in item.args)
                 values[item] = RULES[item.op](item, args, self.scope)
-        return tuple(values[root] for root in roots)
+        return values
 
     def view(self, load: Node, tensor: torch.Tensor) -> torch.Tensor | None:
         """What ``load`` looks up in ``tensor``, as a view of four dims; None if there is none."""

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
+from attndsl.backends.dense.interpret import RULES
 from attndsl.backends.dense.reference import ReferenceBackend
-from attndsl.backends.tiled import cpu, plan
+from attndsl.backends.tiled import backward, cpu, plain, plan, spans
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.tile_kinds import tile_kinds
 from attndsl.backends.tiled.torch_tiles import Tile
@@ -57,7 +58,8 @@ class Bound:
 def small_tiles(monkeypatch):
     """Many tiles, spans and steps at lengths that the reference does in no time."""
     for name, value in {
-        "BLOCK_M": 8, "BLOCK_N": 4, "SPAN": 12, "PAIRS": 256, "_SPARE": 0, "_FEW_PAIRS": 0,
+        "BLOCK_M": 8, "BLOCK_N": 4, "SPAN": 12, "_SPARE": 0, "_FEW_PAIRS": 0,
+        "CPU": plan.Limits(12, 256), "PLAIN": plan.Limits(20, 512),
     }.items():  # fmt: skip
         monkeypatch.setattr(plan, name, value)
     monkeypatch.setattr(BACKEND, "_plans", plan.Plans())
@@ -477,7 +479,7 @@ def test_few_rows_have_long_spans(rows, heads, widths):
     lowered = attndsl.compile("score").lowered
     q, kv = torch.empty(1, heads, rows, 8), torch.empty(1, heads, 4096, 8)
     call = Call(q, kv, kv, 1.0, {})
-    steps = plan.make_plan(lowered, call)
+    steps = plan.make_plan(lowered, call, plan.CPU)
     assert {span.width for step in steps for span in step.spans} == set(widths)
     assert len(steps[0].spans) >= len(widths)
     pairs = (
@@ -485,7 +487,7 @@ def test_few_rows_have_long_spans(rows, heads, widths):
         for step in steps
         for span in step.spans
     )
-    assert max(pairs) <= plan.PAIRS
+    assert max(pairs) <= plan.CPU.pairs
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -527,22 +529,103 @@ MASKS = {
 def test_plain_scores_are_torchs_own_attention(monkeypatch, small_tiles, name, heads):
     """Of the same results as scores that are not known to be plain, dead rows included."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, n, 37, 8, dtype=torch.float64) for n in (*heads, heads[1]))
-    plain = Bound(MASKS[name])(q, k, v, return_lse=True, scale=-0.4)
+    operands = [
+        torch.randn(2, n, 37, 8, dtype=torch.float64, requires_grad=True)
+        for n in (*heads, heads[1])
+    ]
+    calls = []
+    real = plain.PlainRows.gradients
+    monkeypatch.setattr(plain.PlainRows, "gradients", lambda *x: calls.append(x) or real(*x))
+
+    def run(loss):
+        out, lse = Bound(MASKS[name])(*operands, return_lse=True, scale=-0.4)
+        return out, lse, *torch.autograd.grad(loss(out, lse), operands)
+
+    def of_output(out, lse):
+        return out.square().sum()
+
+    def of_both(out, lse):
+        return out.square().sum() + lse.clamp_min(-9.0).square().sum()
+
+    found = [run(of_output)]
+    assert calls
+    calls.clear()
+    # Torch's own backward knows no gradient of lse.
+    found.append(run(of_both))
+    assert not calls
     monkeypatch.setattr(cpu, "is_plain", lambda program, call: False)
-    usual = Bound(MASKS[name])(q, k, v, return_lse=True, scale=-0.4)
-    for found, wanted in zip(plain, usual, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    usual = [run(of_output), run(of_both)]
+    for one, other in zip(found, usual, strict=True):
+        for x, y in zip(one, other, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_dead_keys_that_are_no_numbers_change_nothing(value):
-    """torch adds a mask to scores, and a sum with NaN is NaN."""
+def test_dead_keys_that_are_no_numbers_change_nothing(monkeypatch, value):
+    """torch adds a mask to scores, and a sum with NaN is NaN. So is a product of 0 and infinity."""
     q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    attention = Bound("kv < 5")
+    wanted = attention(q, k, v)
     spoilt = k.clone()
     spoilt[:, :, 5:] = value
-    attention = Bound("kv < 5")
-    torch.testing.assert_close(attention(q, spoilt, v), attention(q, k, v))
+    torch.testing.assert_close(attention(q, spoilt, v), wanted)
+    # dQ is a product with all keys. What comes of it in dK and dV is what comes without torch's.
+    inputs = [x.requires_grad_() for x in (q, spoilt, v)]
+
+    def grads():
+        return torch.autograd.grad(attention(*inputs).square().sum(), inputs)
+
+    found = grads()
+    monkeypatch.setattr(cpu, "is_plain", lambda program, call: False)
+    for one, other in zip(found, grads(), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+    assert all(x.isfinite().all() for x in found[1:])
+
+
+def test_spans_that_end_alike_share_a_bias(monkeypatch):
+    """Those of a causal mask are longer from step to step; each takes the end of a longer one."""
+    made = []
+    real = plain.Biases._made
+    monkeypatch.setattr(plain.Biases, "_made", lambda *x: made.append(x) or real(*x))
+    q, k, v = (torch.randn(1, 2, 2000, 8) for _ in range(3))
+    out = Bound("causal()")(q, k, v)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, wanted)
+    # 16 steps. The first one has no key that all of its rows see, and the last one 80 rows.
+    assert len(made) <= 8
+
+
+@pytest.mark.parametrize("first", [0, 64, 1000])
+def test_parts_of_a_span_are_its_keys(first):
+    columns = (first, first + 2500)
+    partial = ((first, first + 64), (first + 960, first + 1088), (first + 2432, first + 2500))
+    parts = list(plan.Span(columns, partial).parts())
+    assert [part.width for part in parts] == [1024, 1024, 452]
+    keys = [key for part in parts for key in range(*part.columns)]
+    assert keys == list(range(*columns))
+    decided = [key for part in parts for some in part.partial for key in range(*some)]
+    assert decided == [key for some in partial for key in range(*some)]
+    assert all(a < b for part in parts for a, b in part.partial)
+
+
+def test_what_varies_with_rows_alone_is_evaluated_once(monkeypatch, small_tiles):
+    """And is right in each of the tiles, of boxes of heads and batch entries too."""
+    text = "tensor t[batch, heads, n]: int\nmask = t[b, h, q // 3] >= kv // 2 and q >= kv"
+    q, k, v = (torch.randn(2, 4, 40, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    t = torch.randint(0, 20, (2, 4, 14))
+    divided = []
+    real = RULES[Op.FLOORDIV]
+    monkeypatch.setitem(RULES, Op.FLOORDIV, lambda *x: divided.append(x) or real(*x))
+    results = []
+    for backend in ("cpu", "reference"):
+        for where in ({}, {"q_offset": 2}, {"q_index": torch.arange(40).flip(0)}):
+            divided.clear()
+            out = attndsl.compile(text, backend=backend)(q, k, v, t=t, **where)
+            assert len(divided) <= 4  # Of a call, and of its kinds of tiles.
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for one, other in zip(results[:3], results[3:], strict=True):
+        for x, y in zip(one, other, strict=True):
+            torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -554,17 +637,17 @@ def test_weights_of_no_account_are_zero(dtype):
     powers = powers.to(dtype)
     wanted = powers.exp()
     wanted[3:6] = 0.0
-    found = cpu._exp_(program, powers.clone())
+    found = spans.exp_(program, powers.clone())
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0, equal_nan=True)
-    plain = cpu._exp_(attndsl.compile("causal()").lowered.program, powers.clone())
-    assert torch.equal(plain[:6], powers.exp()[:6])
+    of_plain = spans.exp_(attndsl.compile("causal()").lowered.program, powers.clone())
+    assert torch.equal(of_plain[:6], powers.exp()[:6])
 
 
 @pytest.mark.parametrize("slope", [0.5, 3.0])
 def test_no_weight_of_a_steep_score_is_subnormal(monkeypatch, slope):
     """Forwards and gradients stay those of the reference."""
     seen = []
-    real_bmm, real_exp = torch.bmm, cpu._exp_
+    real_bmm, real_exp = torch.bmm, backward.exp_
 
     def seen_bmm(left, *more, **options):
         seen.append(left.clone())
@@ -575,7 +658,7 @@ def test_no_weight_of_a_steep_score_is_subnormal(monkeypatch, slope):
         return powers
 
     monkeypatch.setattr(torch, "bmm", seen_bmm)
-    monkeypatch.setattr(cpu, "_exp_", seen_exp)
+    monkeypatch.setattr(backward, "exp_", seen_exp)
     text = f"mask = causal(); score = score - {slope} * (q - kv)"
     q, k, v = (torch.randn(1, 2, 300, 8, requires_grad=True) for _ in range(3))
     results = []
