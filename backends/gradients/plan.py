@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from .distances import by_distance
 from .pairs import by_pairs
+from .scattered import together_of
 from .sinks import without_sinks
 from .terms import terms_of
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
+    from .pairs import Rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class GradientPlan:
     pairs: tuple[Wants, ...]
     """One for each kernel launch."""
     others: Wants
+    together: Rest | None
+    """What a kernel sums up of ``others`` before any pairs meet; None where each pair is added."""
     stored: tuple[Wants, ...] = ()
     """Sums of dS that the attention kernels store, one for each kernel launch."""
 
@@ -56,13 +60,15 @@ def plan_gradients(lowered: Lowered, call: Call, wants: Wants) -> GradientPlan:
         tensors=scored.tensors - diagonal - apart,
         params=scored.params - diagonal,
     )
+    others = frozenset(apart).difference(*exact)
     return GradientPlan(
         lines=lines,
         distances=replace(
             nothing, tensors=scored.tensors & diagonal, params=scored.params & diagonal
         ),
         pairs=tuple(replace(nothing, tensors=names) for names in exact),
-        others=replace(nothing, tensors=frozenset(apart).difference(*exact)),
+        others=replace(nothing, tensors=others),
+        together=together_of(lowered, call, others),
     )
 
 

@@ -14,6 +14,10 @@ less than N * R * 2^-60. At 2^20 rows that is 2^-40 R, and terms come as fp32 nu
 operands is some hundreds of times the greatest sum, for random ones of 128 columns 2^9 times: the
 error is then 2^-31 of that sum at 2^20 rows, in a term that is mostly one of thousands. Infinities
 and NaN are not part of the sums: what they are at each element is noted, in any order too.
+
+Additions to memory are what takes the time. Where no index tells batch entries or heads apart,
+pairs at the same positions meet in the same element. A program then sums these up in fp32, in
+order, and adds each sum once.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import Op
+from attndsl.ir import Op, dependencies
 
+from .pairs import Rest
 from .terms import terms_of
 
 if TYPE_CHECKING:
@@ -40,6 +45,8 @@ _OVERFLOWN = 160
 _COPIES = 64
 _ELEMENTS = 1 << 18
 """Small tables are added up in copies, up to that many elements, lest all programs meet."""
+_MOST_TOGETHER = 2
+"""Lookups whose sums over batch entries and heads a program has room for."""
 INF, MINUS_INF, NAN = 1, 2, 4
 """What kernels note of an element (``library.note_infinities``)."""
 
@@ -72,6 +79,21 @@ def buffers(names: Iterable[str], call: Call) -> list[Exact]:
         notes = torch.zeros(count, dtype=torch.int32, device=call.q.device)
         found.append(Exact(name, sums, notes, notes.view(shape).stride()))
     return found
+
+
+def together_of(lowered: Lowered, call: Call, names: Collection[str]) -> Rest | None:
+    """What no index of lookups in ``names`` tells apart; None if that is one batch entry and head.
+
+    Pairs at the same positions then meet, and are summed up in order before that.
+    """
+    terms = terms_of(lowered, names)
+    found = [dependencies(index)[index] for term in terms for index in term.leaf.args]
+    varies = frozenset[str]().union(*found)
+    if not terms or len(terms) > _MOST_TOGETHER or "score" in varies:
+        return None
+    batch, heads = call.q.shape[:2]
+    rest = Rest(1 if "b" in varies else batch, 1 if "h" in varies else heads)
+    return rest if rest.batches * rest.heads > 1 else None
 
 
 def constant_factors(lowered: Lowered, names: Collection[str]) -> Mapping[str, float] | None:

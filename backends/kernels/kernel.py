@@ -56,6 +56,10 @@ class Task(enum.Enum):
     """Exact sums, of a bound that a kernel finds first."""
     BOUNDED = "bounded"
     """Exact sums of a bound that the operands give."""
+    SCATTERED_TOGETHER = "scattered together"
+    """As ``SCATTERED``, of what is summed over batch entries and heads first."""
+    BOUNDED_TOGETHER = "bounded together"
+    """The same as ``BOUNDED``."""
 
     # Each call looks its task up, and Enum's own hash is a function of Python.
     __hash__ = object.__hash__

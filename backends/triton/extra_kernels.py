@@ -87,9 +87,12 @@ class BackwardState:
             )  # fmt: skip
 
 
-def task_of_exact(lowered: Lowered, wants: Wants) -> Task:
-    """How exact sums for the tensors ``wants`` get their bounds."""
-    return Task.SCATTERED if constant_factors(lowered, wants.tensors) is None else Task.BOUNDED
+def task_of_exact(lowered: Lowered, plan: GradientPlan) -> Task:
+    """How exact sums get their bounds, and whether pairs are summed up before."""
+    bounded = constant_factors(lowered, plan.others.tensors) is not None
+    if plan.together is None:
+        return Task.BOUNDED if bounded else Task.SCATTERED
+    return Task.BOUNDED_TOGETHER if bounded else Task.SCATTERED_TOGETHER
 
 
 def extra_tasks(lowered: Lowered, plan: GradientPlan) -> list[tuple[Task, Wants | None]]:
@@ -100,7 +103,7 @@ def extra_tasks(lowered: Lowered, plan: GradientPlan) -> list[tuple[Task, Wants 
     found += [(Task.PAIRS, group) for group in plan.pairs]
     found += [(Task.STORED, group) for group in plan.stored]
     if plan.others.tensors:
-        found.append((task_of_exact(lowered, plan.others), plan.others))
+        found.append((task_of_exact(lowered, plan), plan.others))
     return found
 
 
@@ -113,7 +116,7 @@ def run_extra(state: BackwardState, plan: GradientPlan, found: Gradients) -> Gra
         assert found.stored_ds is not None
         tensors |= _stored(state, wants, found.stored_ds)
     if plan.others.tensors:
-        tensors |= _scattered(state, plan.others)
+        tensors |= _scattered(state, plan)
     found = found._replace(tensors={**found.tensors, **tensors}, stored_ds=None)
     if plan.distances.tensors or plan.distances.params:
         sums = _distances(state)
@@ -167,11 +170,17 @@ def _of_pairs(state: BackwardState, wants: Wants, task: Task) -> _OfPairs:
     rest = rest_of(terms[0], call)
     layout = state.layout_of(task, wants)
     (kernel,) = layout.executables.values()
-    batch, heads, q_len = state.lse.shape
-    tiles = -(-q_len // kernel.config.block_m) * -(-call.k.shape[2] // kernel.config.block_n)
     parts = parts_of(rest, call)
-    programs = parts * tiles * (batch * heads // (rest.batches * rest.heads))
+    programs = _programs_of(state, kernel, rest, parts)
     return _OfPairs(layout, kernel, rest, parts, programs, sums_of(terms, call))
+
+
+def _programs_of(state: BackwardState, kernel: Executable, rest: Rest, parts: int) -> int:
+    """Tiles of what is told apart, of each part of what is not."""
+    batch, heads, q_len = state.lse.shape
+    kv_len, config = state.call.k.shape[2], kernel.config
+    tiles = -(-q_len // config.block_m) * -(-kv_len // config.block_n)
+    return parts * tiles * (batch * heads // (rest.batches * rest.heads))
 
 
 def _pairs(state: BackwardState, wants: Wants) -> dict[str, torch.Tensor]:
@@ -203,14 +212,15 @@ def _stored(state: BackwardState, wants: Wants, stored_ds: StoredDS) -> dict[str
     return gradients_of(own.sums, state.call)
 
 
-def _scattered(state: BackwardState, wants: Wants) -> dict[str, torch.Tensor]:
+def _scattered(state: BackwardState, plan: GradientPlan) -> dict[str, torch.Tensor]:
     """Gradients of tensors that any pairs may meet in, see ``scattered.py``."""
+    wants, rest = plan.others, plan.together
     if state.is_empty:
         return _zeros(state, wants)
     call = state.call
     batch, heads, q_len = state.lse.shape
     factors = constant_factors(state.lowered, wants.tensors)
-    layout = state.layout_of(task_of_exact(state.lowered, wants), wants)
+    layout = state.layout_of(task_of_exact(state.lowered, plan), wants)
     found = buffers(wants.tensors, call)
 
     def run(name: str, last: list[Any]) -> None:
@@ -224,7 +234,13 @@ def _scattered(state: BackwardState, wants: Wants) -> dict[str, torch.Tensor]:
     else:
         bounds = bounds_from_operands(factors, call, state.grad_out, state.delta)
     scales, inverses = scales_of(bounds, batch * heads * q_len)
-    run("scatter_sums", [scales, *(value for item in found for value in item.arguments())])
+    last = [scales, *(value for item in found for value in item.arguments())]
+    if rest is None:
+        run("scatter_sums", last)
+    else:
+        kernel, parts = layout.executables["scatter_together"], parts_of(rest, call)
+        programs = _programs_of(state, kernel, rest, parts)
+        state.launch(kernel, programs, layout, [rest.batches, rest.heads, parts], last)
     return {
         item.name: gradient_of(item, inverse, call)
         for item, inverse in zip(found, inverses, strict=True)

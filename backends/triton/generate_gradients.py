@@ -30,12 +30,14 @@ ROWS = Sums(_ROWS, "sums, rows", along="row")
 COLUMNS = Sums("[BLOCK_N]", "sums, columns", along="column")
 DIAGONALS = Sums(_TILE)
 """Of dS alone. torch makes gradients of the sums."""
-PAIRS = Sums(_TILE, "sums, share, inside, sizes, given")
+PAIRS = Sums(_TILE, "sums, share, q, kv, inside, sizes, given")
 STORED = Sums(stored_from="total, share, inside, sizes, given")
 BOUNDS = Sums(_ROWS, "sums, given")
 """Of sizes: the greatest bounds the exact sums."""
 EXACT = Sums(_ROWS, "sums, given")
 """Sums that any pairs may meet in."""
+TOGETHER = Sums(_TILE, PAIRS.stored_from)
+"""The same, of sums over batch entries and heads, of every pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,11 @@ def gradient_texts(lowered: Lowered, facts: KernelFacts, kind: Sums) -> Gradient
             )
     if kind is not NO_SUMS:
         functions.append(_begin(count, kind))
+    if kind is TOGETHER:
+        body, used = _meetings(terms, facts)
+        helpers |= used
+        doc = "Add the sums, as integers, at the elements that their pairs look up."
+        functions.append(program_function("scatter", f"sums, live, {PAIR}", facts, doc, body, True))
     if kind.stored_from:
         functions.append(_end(count, facts, kind))
     given = _buffers(facts, kind) + _outputs(len(terms), facts, kind)
@@ -102,7 +109,7 @@ def _buffers(facts: KernelFacts, kind: Sums) -> list[str]:
     """Kernel arguments of the two kernels that scatter sums."""
     if kind is BOUNDS:
         return ["BOUNDS"]
-    if kind is not EXACT:
+    if kind not in (EXACT, TOGETHER):
         return []
     ranks = {capture.name: capture.rank for capture in facts.captures}
     names = ["SCALES"]
@@ -115,9 +122,13 @@ def _buffers(facts: KernelFacts, kind: Sums) -> list[str]:
 def _numbers(terms: tuple[Term, ...], facts: KernelFacts, kind: Sums) -> dict[Node, int]:
     """Numbers of the sums, by lookup or param."""
     if kind in (BOUNDS, EXACT):
-        order = facts.tensor_gradients
-        return {term.leaf: order.index(term.name) for term in terms}
+        return _places_of(terms, facts)
     return {term.leaf: number for number, term in enumerate(terms)}
+
+
+def _places_of(terms: tuple[Term, ...], facts: KernelFacts) -> dict[Node, int]:
+    """Numbers of the tensors in buffers of exact sums, by lookup."""
+    return {term.leaf: facts.tensor_gradients.index(term.name) for term in terms}
 
 
 def _outputs(count: int, facts: KernelFacts, kind: Sums) -> list[str]:
@@ -153,6 +164,15 @@ def _begin(count: int, kind: Sums) -> str:
 def _end(count: int, facts: KernelFacts, kind: Sums) -> str:
     """``store_sums``: what becomes of the sums after the last tile."""
     body = []
+    if kind is TOGETHER:
+        # Where heads are told apart each is its own; elsewhere nothing looks at them.
+        body += [
+            "head = Head(share.b, share.h, share.h // (sizes.heads // sizes.kv_heads))",
+            "rows = share.corner.q + tl.arange(0, BLOCK_M)",
+            "columns = share.corner.kv + tl.arange(0, BLOCK_N)",
+            "live = (rows < sizes.q_len)[:, None] & (columns < sizes.kv_len)[None, :]",
+            "scatter(sums, live, q, kv, Scope(head, sizes, given))",
+        ]
     for number in range(count):
         if kind.along:
             along, of = ("q_len", "rows") if kind is ROWS else ("kv_len", "columns")
@@ -215,7 +235,7 @@ def _body(
         elif kind is BOUNDS:
             parts[number].append(f"tl.sum(finite_size({part}), 1)")
             helpers.add("finite_size")
-        elif kind in (PAIRS, DIAGONALS):
+        elif kind in (PAIRS, DIAGONALS, TOGETHER):
             parts[number].append(part)
         else:
             parts[number].append(f"tl.sum({part}, 1)")
@@ -223,6 +243,19 @@ def _body(
         f"{' + '.join([f'sums[{number}]', *added])}, " for number, added in parts.items()
     )
     lines.append(f"return ({sums.rstrip()})")
+    return [*printer.lines, *lines], set(printer.helpers) | helpers
+
+
+def _meetings(terms: tuple[Term, ...], facts: KernelFacts) -> tuple[list[str], set[str]]:
+    """Lines that add each term's sums at the elements that it looks up, and what they use."""
+    printer = Printer(tuple(index for term in terms for index in term.leaf.args), facts.names())
+    lines: list[str] = []
+    helpers: set[str] = set()
+    places = _places_of(terms, facts)
+    for number, term in enumerate(terms):
+        found, used = _scattered(term, f"sums[{number}]", places[term.leaf], printer, facts)
+        lines += found
+        helpers |= used
     return [*printer.lines, *lines], set(printer.helpers) | helpers
 
 

@@ -117,7 +117,7 @@ STORED = _kernel(
 )
 SCATTER_BOUNDS = _kernel(
     name="scatter_bounds",
-    tasks=frozenset({Task.SCATTERED}),
+    tasks=frozenset({Task.SCATTERED, Task.SCATTERED_TOGETHER}),
     entry="scattered",
     text=extra_text,
     configs=tiles.SCATTER_BOUNDS.configs,
@@ -134,9 +134,18 @@ SCATTER_SUMS = _kernel(
     templates=(*_EXTRA, "scattered"),
     sums=sums.EXACT,
 )
+SCATTER_TOGETHER = _kernel(
+    name="scatter_together",
+    tasks=frozenset({Task.SCATTERED_TOGETHER, Task.BOUNDED_TOGETHER}),
+    entry="pairs",
+    text=extra_text,
+    configs=tiles.PAIRS.configs,
+    templates=PAIRS.templates,
+    sums=sums.TOGETHER,
+)
 KERNELS: tuple[Kernel, ...] = (
     FORWARD, BACKWARD_KV, BACKWARD_Q, TANGENT,
-    DISTANCES, PAIRS, STORED, SCATTER_BOUNDS, SCATTER_SUMS,
+    DISTANCES, PAIRS, STORED, SCATTER_BOUNDS, SCATTER_SUMS, SCATTER_TOGETHER,
 )  # fmt: skip
 """In the order in which a task launches them."""
 

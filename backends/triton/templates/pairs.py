@@ -71,4 +71,4 @@ def pairs(
             if some:
                 sums = add_member(sums, share, q, kv, operands, scale, scope, True)
     inside = (share.corner.q + BLOCK_M <= q_len) & (share.corner.kv + BLOCK_N <= kv_len)
-    store_sums(sums, share, inside, sizes, given)
+    store_sums(sums, share, q, kv, inside, sizes, given)
