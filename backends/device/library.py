@@ -201,6 +201,12 @@ def dot_add(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def saturated(x):
+    """The number of 32 bits that is nearest to an integer of 64."""
+    return tl.minimum(tl.maximum(x, -2147483648), 2147483647).to(tl.int32)
+
+
+@triton.jit
 def as_block(x):
     """A scalar as a (1, 1) tile; a tile as it is."""
     return x + tl.zeros([1, 1], tl.int32).to(x.dtype)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from attndsl.ir import COMPARISONS, SIZES, DType, Node, Op, dependencies, mentions, toposort
 from attndsl.passes.angles import small_angles
 from attndsl.passes.inside import stays_inside
-from attndsl.passes.widths import fits, ranges
+from attndsl.passes.widths import INT32, fits, ranges
 
 from ..forms import EXACT, FORMS, fast_nodes
 from .operands import (  # fmt: skip
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _POSITIONS = ("q", "kv")
 _SHIFTS = {"$q_offset": "shift.q", "$kv_offset": "shift.kv"}
+_VARY_BY_PAIR = frozenset({"q", "kv"})
 _MAX_INLINE = 6
 """Operators that one line may nest before a local is introduced."""
 
@@ -352,6 +353,11 @@ class Printer:
         # Comparisons do not chain here, and the others associate to the left.
         first = self.at(left, level + 1 if level == COMPARE else level)
         second, kind = self.at(right, level + 1), self._kind(item)
+        wide = self._wide_side(item)
+        if wide is left:
+            first = self._call("saturated", self._text(left)).text
+        elif wide is not None:
+            second = self._call("saturated", self._text(right)).text
         if item.op in COMPARISONS and kind is not Kind.BLOCK:
             kind = Kind.SCALAR if self.names.scalar else Kind.BLOCK
             if not self.names.scalar and self._is_number(left):
@@ -359,6 +365,24 @@ class Printer:
             elif not self.names.scalar:
                 first = self._block(left)
         return Operand(f"{first} {symbol} {second}", level, kind)
+
+    def _wide_side(self, item: Node) -> Node | None:
+        """The operand of a comparison that alone would have all pairs compare in 64 bits.
+
+        It is the same for a row, a column or more. Saturated to 32 bits it compares alike with
+        the other operand, which does not reach the ends of these.
+        """
+        if item.op not in COMPARISONS or self.names.scalar or not self.deps[item] >= _VARY_BY_PAIR:
+            return None
+        for wide, narrow in (item.args, item.args[::-1]):
+            if (
+                wide.dtype is narrow.dtype is DType.INT and not self._is_number(wide)
+                and self.operands[wide].bits == 64 and self.operands[narrow].bits == 32
+                and not self.deps[wide] >= _VARY_BY_PAIR
+                and fits(self.ranges[narrow], (INT32[0] + 1, INT32[1] - 1))
+            ):  # fmt: skip
+                return wide
+        return None
 
     def _cast(self, item: Node) -> Operand:
         operand = item.args[0]

@@ -313,3 +313,40 @@ def test_sums_of_positions_fit_32_bits(is_position, as_tensor):
 def test_a_shown_text_multiplies_as_calls_do(dtype: torch.dtype, precision: str) -> None:
     text = attndsl.compile("score").source("forward", backend="triton", dtype=dtype)
     assert f"PRECISION = tl.constexpr('{precision}')" in text
+
+
+COMPARED = ("<", "<=", ">", ">=", "==", "!=")
+
+
+@pytest.mark.parametrize("symbol", COMPARED)
+def test_pairs_compare_in_32_bits_with_what_has_64(symbol: str, backend: GeneratedBackend) -> None:
+    """A limit of a head, beyond 32 bits on either side too, and on both sides of the symbol."""
+    limits = [-(1 << 62), -(1 << 31) - 1, -5, 0, 7, (1 << 31) - 1, (1 << 33) + 3, (1 << 62)]
+    t = torch.tensor(limits)
+    q, k, v = (torch.randn(1, 8, 20, 16) for _ in range(3))
+    for mask in (f"q - kv {symbol} t[h]", f"t[h] {symbol} kv - q"):
+        text = f"tensor t[heads]: int; mask = {mask} or kv == 0"
+        found = attndsl.compile(text, backend="triton")(q, k, v, t=t)
+        torch.testing.assert_close(found, attndsl.compile(text, backend="reference")(q, k, v, t=t))
+
+
+def test_what_is_wide_by_row_or_head_alone_is_saturated() -> None:
+    captures = {"t": Capture("t", DType.INT, 1, 64, False, dims=(None,))}
+    names = replace(NO_CAPTURES, captures=captures)
+
+    def at(index: Node) -> Node:
+        return load("t", DType.INT, index)
+
+    distance, limit = node(Op.SUB, Q, KV), at(H)
+
+    def text(root: Node) -> str:
+        printed = print_expressions((root,), names)
+        return "\n".join([*printed.lines, *printed.values])
+
+    assert "saturated(" in text(node(Op.LT, distance, limit))
+    assert "saturated(" in text(node(Op.LE, at(Q), distance))
+    # A column compares once, and what differs by pair itself gains nothing.
+    assert "saturated(" not in text(node(Op.LT, KV, limit))
+    assert "saturated(" not in text(node(Op.LT, distance, at(distance)))
+    both = node(Op.EQ, at(Q), at(KV))
+    assert "saturated(" not in text(both)
