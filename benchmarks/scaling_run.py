@@ -36,8 +36,9 @@ FIRST = tuple(
 """What is measured before all else."""
 GRACE = 40.0
 """Seconds that torchrun has to end its processes, which are of sessions of their own."""
-TELLING = 10.0
-"""Seconds before the end of a part's time at which its processes print where they are."""
+TELLING = 30.0
+"""Seconds before the end of a part's time at which its processes print where they are: more than
+they take to start."""
 FRAMES = 3
 """Of these, how many a row names."""
 SDPA = "torch's ring of SDPA has no mask but a causal one, and no scores"
