@@ -4,9 +4,9 @@ Numbers are rounded to multiples of a power of two and added as integers, which 
 in any order; so GPUs may add with atomics and yet find the same bits each time (the idea of J.
 Demmel and H. D. Nguyen, Fast reproducible floating-point summation, ARITH 2013: one unit in the
 last place for all terms, chosen from a bound). The bound is R, of the sum of sizes of the terms of
-a row (of one query of one head). Where a softmax makes the weights and all else is constant, R
-comes from the operands. Otherwise two kernels make the terms: the first finds the greatest such
-sum, added up in a fixed order; the second adds.
+a row (of one query of one head). Where a softmax makes the weights, and all else is at most so many
+times the raw score, R comes from the operands. Otherwise two kernels make the terms: the first
+finds the greatest such sum, added up in a fixed order; the second adds.
 
 With N rows in the call, no element's sum exceeds N * R. The unit is the power of two that makes
 this less than 2^62, with a factor of 2 for the rounding of R; each term errs by at most half of it,
@@ -23,11 +23,11 @@ order, and adds each sum once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attndsl.ir import Op, dependencies
+from attndsl.ir import DType, Op, dependencies, toposort
 
 from .pairs import Rest
 from .terms import terms_of
@@ -35,6 +35,7 @@ from .terms import terms_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
     from ..base import Call
@@ -45,6 +46,7 @@ _OVERFLOWN = 160
 _COPIES = 64
 _ELEMENTS = 1 << 18
 """Small tables are added up in copies, up to that many elements, lest all programs meet."""
+_AT_MOST_ONE = frozenset({Op.TANH, Op.SIGMOID, Op.SIN, Op.COS, Op.SIGN})
 _MOST_TOGETHER = 2
 """Lookups whose sums over batch entries and heads a program has room for."""
 INF, MINUS_INF, NAN = 1, 2, 4
@@ -96,31 +98,78 @@ def together_of(lowered: Lowered, call: Call, names: Collection[str]) -> Rest | 
     return rest if rest.batches * rest.heads > 1 else None
 
 
-def constant_factors(lowered: Lowered, names: Collection[str]) -> Mapping[str, float] | None:
+class Size(NamedTuple):
+    """A float is at most ``constant + of_score * |raw score|`` in size."""
+
+    constant: float
+    of_score: float = 0.0
+
+    def __add__(self, other: Size) -> Size:  # type: ignore[override]
+        return Size(self.constant + other.constant, self.of_score + other.of_score)
+
+    def times(self, factor: float) -> Size:
+        """That of a product with a constant of this size."""
+        return Size(self.constant * factor, self.of_score * factor)
+
+
+def size_of(root: Node) -> Size | None:
+    """How large ``root`` is at most; None where that is not known."""
+    found: dict[Node, Size | None] = {}
+    for item in toposort(root):
+        if item.op is Op.CONST and item.dtype is DType.FLOAT:
+            found[item] = Size(abs(float(item.value)))  # type: ignore[arg-type]
+        elif item.op is Op.SCORE:
+            found[item] = Size(0.0, 1.0)
+        elif item.op in _AT_MOST_ONE:
+            found[item] = Size(1.0)
+        else:
+            found[item] = _size_of_sum(item, [found[arg] for arg in item.args])
+    return found[root]
+
+
+def _size_of_sum(item: Node, args: list[Size | None]) -> Size | None:
+    known = [arg for arg in args if arg is not None]
+    if len(known) < len(args):
+        return None
+    if item.op in (Op.NEG, Op.ABS):
+        return known[0]
+    if item.op in (Op.ADD, Op.SUB):
+        return known[0] + known[1]
+    constants = [i for i, arg in enumerate(known) if arg.of_score == 0.0]
+    if item.op is Op.MUL and constants:
+        (i, *_) = constants
+        return known[1 - i].times(known[i].constant)
+    return None
+
+
+def known_factors(lowered: Lowered, names: Collection[str]) -> Mapping[str, Size] | None:
     """What each of the tensors ``names`` has the score's gradient multiplied by, as sizes added up.
 
-    None where that varies, or where weights are not those of a softmax alone, which add up to 1.
+    None where that is not known, or where weights are not those of a softmax alone, which add up
+    to 1.
     """
     program = lowered.program
     if program.weights is not None or program.dropout is not None:
         return None
-    found = dict.fromkeys(sorted(names), 0.0)
+    found = dict.fromkeys(sorted(names), Size(0.0))
     for term in terms_of(lowered, names):
         for factor in term.factors.values():
-            if factor.op is not Op.CONST:
+            size = size_of(factor)
+            if size is None:
                 return None
-            found[term.name] += abs(float(factor.value))  # type: ignore[arg-type]
+            found[term.name] += size
     return found
 
 
 def bounds_from_operands(
-    factors: Mapping[str, float], call: Call, grad_out: torch.Tensor, delta: torch.Tensor
+    factors: Mapping[str, Size], call: Call, grad_out: torch.Tensor, delta: torch.Tensor
 ) -> torch.Tensor:
-    """R of each tensor of :func:`constant_factors`, in that order; int32, the bits of fp32 numbers.
+    """R of each tensor of :func:`known_factors`, in that order; int32, the bits of fp32 numbers.
 
     With P the weights of a row, the sizes of dS = P * (dO V^T - delta) add up to no more than the
     greatest |dO V^T| and |delta|, and the former is at most the sum of sizes of the row of dO times
-    the greatest size in V. Rows with an infinity or NaN make no finite terms, and do not count.
+    the greatest size in V. A raw score is at most the product of the norms of its rows of Q and K,
+    times the scale. Rows with an infinity or NaN make no finite terms, and do not count.
 
     Args:
         factors: Of the gradient of the score.
@@ -135,8 +184,22 @@ def bounds_from_operands(
     values = norm(call.v, torch.inf, dim=-1, dtype=fp32)
     row = sizes.amax() * torch.where(values.isfinite(), values, 0.0).amax()
     row = row + torch.where(delta.isfinite(), delta.abs(), 0.0).amax()
+    score = abs(call.scale) * _longest(call.q) * _longest(call.k) if _reads_score(factors) else 0.0
     # Twice, since weights and products are rounded.
-    return torch.stack([2.0 * factor * row for factor in factors.values()]).view(torch.int32)
+    bounds = [2.0 * (size.constant + size.of_score * score) * row for size in factors.values()]
+    return torch.stack(bounds).view(torch.int32)
+
+
+def _reads_score(factors: Mapping[str, Size]) -> bool:
+    return any(size.of_score for size in factors.values())
+
+
+def _longest(rows: torch.Tensor) -> torch.Tensor:
+    """The greatest norm of a finite row of a tensor (batch, heads, length, dim); fp32."""
+    norm, fp32 = torch.linalg.vector_norm, torch.float32
+    lengths = norm(rows, dim=-1, dtype=fp32)
+    finite = norm(rows, torch.inf, dim=-1, dtype=fp32).isfinite()
+    return torch.where(finite, lengths, 0.0).amax()
 
 
 def scales_of(bounds: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

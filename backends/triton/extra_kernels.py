@@ -15,8 +15,8 @@ from ..gradients.pairs import gradients_of, parts_of, rest_of, sums_of
 from ..gradients.scattered import (
     bounds_from_operands,
     buffers,
-    constant_factors,
     gradient_of,
+    known_factors,
     scales_of,
 )
 from ..gradients.terms import terms_of
@@ -89,7 +89,7 @@ class BackwardState:
 
 def task_of_exact(lowered: Lowered, plan: GradientPlan) -> Task:
     """How exact sums get their bounds, and whether pairs are summed up before."""
-    bounded = constant_factors(lowered, plan.others.tensors) is not None
+    bounded = known_factors(lowered, plan.others.tensors) is not None
     if plan.together is None:
         return Task.BOUNDED if bounded else Task.SCATTERED
     return Task.BOUNDED_TOGETHER if bounded else Task.SCATTERED_TOGETHER
@@ -219,7 +219,7 @@ def _scattered(state: BackwardState, plan: GradientPlan) -> dict[str, torch.Tens
         return _zeros(state, wants)
     call = state.call
     batch, heads, q_len = state.lse.shape
-    factors = constant_factors(state.lowered, wants.tensors)
+    factors = known_factors(state.lowered, wants.tensors)
     layout = state.layout_of(task_of_exact(state.lowered, plan), wants)
     found = buffers(wants.tensors, call)
 

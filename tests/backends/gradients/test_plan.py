@@ -43,6 +43,11 @@ CASES = {
         "score = score * t[ty[b, q], ty[b, kv]]",
         "others",
     ),
+    "pairs of types, by weight": (
+        "tensor t[n, n]: float; tensor ty[batch, kv_len]: int; "
+        "weights = sigmoid(score) * t[ty[b, q], ty[b, kv]]",
+        "others",
+    ),
     "one query for all": (
         "tensor t[q_len, kv_len]: float; score = score + t[0, kv] + t[q, kv]", "others",
     ),
@@ -158,7 +163,8 @@ def test_long_sequences_have_one_part():
         ("distance", ["distances"]),
         ("pairs", ["pairs"]),
         ("pairs of types", ["pairs"]),
-        ("pairs of types, by score", ["scattered", "pairs"]),
+        ("pairs of types, by score", ["pairs"]),
+        ("pairs of types, by weight", ["scattered", "pairs"]),
         ("by score", ["scattered"]),
     ],
 )

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 import attndsl
 from attndsl.backends.gradients.scattered import (  # fmt: skip
     Exact,
+    Size,
     bounds_from_operands,
     buffers,
-    constant_factors,
     gradient_of,
+    known_factors,
     scales_of,
 )
 
+SCALE = 8.0
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 
 
@@ -87,9 +89,14 @@ def test_what_is_noted_replaces_the_sum():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("score = score + t[q % n]", {"t": 1.0}),
-        ("score = 3 * score - 2 * t[q % n] + t[kv % n]", {"t": 3.0}),
-        ("score = score * t[q % n]", None),
+        ("score = score + t[q % n]", (1.0, 0.0)),
+        ("score = 3 * score - 2 * t[q % n] + t[kv % n]", (3.0, 0.0)),
+        ("score = score * t[q % n]", (0.0, 1.0)),
+        ("score = -score * t[q % n] * 0.5 + 2 * t[kv % n]", (2.0, 0.5)),
+        ("score = t[q % n] * (2 * tanh(score) - 3 * abs(score))", (2.0, 3.0)),
+        ("score = score * score * t[q % n]", None),
+        ("score = exp(score) * t[q % n]", None),
+        ("score = score + q * t[q % n]", None),
         ("score = score + t[q % n] ** 2", None),
         ("score = score + t[q % n]; weights = sigmoid(score)", None),
         ("score = score + t[q % n]; weights = dropout(softmax(score), 0.1)", None),
@@ -97,12 +104,13 @@ def test_what_is_noted_replaces_the_sum():
 )
 def test_what_operands_can_bound(text, expected):
     lowered = attndsl.compile(f"tensor t[n]: float; {text}").lowered
-    assert constant_factors(lowered, {"t"}) == expected
+    found = known_factors(lowered, {"t"})
+    assert (found and found["t"]) == expected
 
 
 def gradient_of_score(q, grad, v, shift):
     """dS of one head, with delta, which ``shift`` is taken from."""
-    weights = torch.softmax(8 * (q @ q.mT), -1)
+    weights = torch.softmax(SCALE * (q @ q.mT), -1)
     delta = ((weights @ v) * grad).sum(-1) - shift
     return weights * (grad @ v.mT - delta[..., None]), delta
 
@@ -112,20 +120,28 @@ def test_bounds_from_operands_hold(size):
     torch.manual_seed(0)
     q, grad, v = torch.randn(3, 1, 2, 20, 4, dtype=torch.float64)
     dscore, delta = gradient_of_score(q, size * grad, v, 3 * size)
-    call = SimpleNamespace(v=v.float())
-    factors = {"a": 0.5, "b": 2.0}
+    call = SimpleNamespace(q=q.float(), k=q.float(), v=v.float(), scale=-SCALE)
+    factors = {"a": Size(0.5), "b": Size(2.0), "c": Size(1.0, 0.5)}
     found = bounds_from_operands(factors, call, (size * grad).float(), delta.float())
     bounds = found.view(torch.float32)
-    row = float(dscore.abs().sum(-1).max())
+    raw = SCALE * (q @ q.mT)
     for bound, factor in zip(bounds, factors.values(), strict=True):
-        assert factor * row <= float(bound) < 100 * factor * row
+        parts = dscore * (factor.constant + factor.of_score * raw.abs())
+        row = float(parts.abs().sum(-1).max())
+        assert row <= float(bound) < 100 * row
 
 
 def test_rows_that_are_not_finite_bound_nothing():
     grad, v, delta = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), torch.zeros(1, 1, 3)
     grad[0, 0, 0, 1], v[0, 0, 1, 0], delta[0, 0, 2] = float("nan"), float("inf"), float("-inf")
-    found = bounds_from_operands({"t": 1.0}, SimpleNamespace(v=v), grad, delta)
+    q, k = torch.ones(1, 1, 3, 4), 3 * torch.ones(1, 1, 3, 4)
+    q[0, 0, 0, 3], k[0, 0, 2, 1] = float("inf"), float("nan")
+    call = SimpleNamespace(q=q, k=k, v=v, scale=0.5)
+    found = bounds_from_operands({"t": Size(1.0)}, call, grad, delta)
     assert float(found.view(torch.float32)) == 4.0
+    # Rows of Q and K have norms of 2 and 6.
+    found = bounds_from_operands({"t": Size(1.0, 0.25)}, call, grad, delta)
+    assert float(found.view(torch.float32)) == 4.0 * (1.0 + 0.25 * 6.0)
     # Finite numbers whose sum is not do count.
-    found = bounds_from_operands({"t": 1.0}, SimpleNamespace(v=v), 3e38 * grad, delta)
+    found = bounds_from_operands({"t": Size(1.0)}, call, 3e38 * grad, delta)
     assert float(found.view(torch.float32)) == float("inf")
