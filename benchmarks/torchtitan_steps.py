@@ -7,9 +7,9 @@ All ways begin with the same weights. Every step has the same random tokens in p
 that the loss falls. On a GPU these are the debug model's 8 rows of 2048 tokens under bf16 autocast
 (the trainer casts by FSDP), on a CPU two rows of 32 in fp32. FlexAttention does not train on CPUs.
 There SDPA with a dense mask stands beside, a module of this script: torchtitan's own SDPA takes no
-documents. ``step_ms`` is the median of the last ten steps, each waited for: masks, forward,
-backward and AdamW. ``difference`` is the largest one of two losses of a step. ``--compile`` adds
-rows in which torchtitan compiles each block.
+documents. Steps of the ways take turns. ``step_ms`` is the median of the last ten steps, each
+waited for: masks, forward, backward and AdamW. ``difference`` is the largest one of two losses of a
+step. ``--compile`` adds rows in which torchtitan compiles each block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from attndsl.errors import AttnDSLError
 import common
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
 STEPS, TIMED = 20, 10
 VOCABULARY = 2048
@@ -165,18 +165,18 @@ def compile_blocks(model: Any) -> None:
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.compile import apply_compile
 
-    torch._dynamo.reset()
     sizes = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size"), 1)
     apply_compile(
         model, compile_config=CompileConfig(enable=True), parallel_dims=ParallelDims(**sizes)
     )
 
 
-def steps(way: str, model: Any, batch: Batch, device: str) -> tuple[list[float], list[float]]:
-    """Losses and milliseconds of all steps; reading the loss waits for the device."""
-    fused = device == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=fused)
-    losses, times = [], []
+def steps(way: str, compiled: bool, batch: Batch, device: str) -> Iterator[tuple[float, float]]:
+    """Loss and milliseconds of each step; reading the loss waits for the device."""
+    model = model_with(way, device)
+    if compiled:
+        compile_blocks(model)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=device == "cuda")
     for _ in range(STEPS):
         begin = time.perf_counter()
         masks = masks_of(way, model, batch.positions)
@@ -187,30 +187,41 @@ def steps(way: str, model: Any, batch: Batch, device: str) -> tuple[list[float],
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        times.append((time.perf_counter() - begin) * 1e3)
-    return losses, times
+        yield loss.item(), (time.perf_counter() - begin) * 1e3
 
 
-def measure(way: str, compiled: bool, batch: Batch, device: str) -> dict[str, Any]:
-    """A row; what a machine does not run is a finding, not the end."""
-    row: dict[str, Any] = {
-        "attention": way, "compiled": compiled, "batch": batch.positions.shape[0],
-        "length": batch.positions.shape[1], "documents": batch.documents,
-        "dtype": "bf16 autocast" if device == "cuda" else "fp32",
-        "torchtitan": metadata.version("torchtitan"),
-    }  # fmt: skip
-    try:
-        model = model_with(way, device)
-        if compiled:
-            compile_blocks(model)
-        losses, times = steps(way, model, batch, device)
-    except Exception as error:
-        return row | {"why": f"{type(error).__name__}: {str(error)[:200]}"}
-    return row | {
-        "losses": losses, "first": losses[0], "last": losses[-1],
-        "step_ms": statistics.median(times[-TIMED:]), "first_step_ms": times[0],
-    }  # fmt: skip
+def by_turns(
+    ways: Sequence[str], compiled: bool, batch: Batch, device: str
+) -> list[dict[str, Any]]:
+    """A row for each way, whose steps take turns; what a machine does not run is a finding."""
+    rows: list[dict[str, Any]] = []
+    running = {}
+    for way in ways:
+        rows.append({
+            "attention": way, "compiled": compiled, "batch": batch.positions.shape[0],
+            "length": batch.positions.shape[1], "documents": batch.documents,
+            "dtype": "bf16 autocast" if device == "cuda" else "fp32",
+            "torchtitan": metadata.version("torchtitan"),
+        })  # fmt: skip
+        running[way] = steps(way, compiled, batch, device)
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for number in range(STEPS):
+        for way, row in zip(ways, rows, strict=True):
+            if "why" in row:
+                continue
+            try:
+                found[way].append(next(running[way]))
+            except Exception as error:
+                row["why"] = f"{type(error).__name__}: {str(error)[:200]}"
+        print(f"step {number + 1} of {STEPS}", end="\r", file=sys.stderr, flush=True)
+    for way, row in zip(ways, rows, strict=True):
+        if "why" not in row:
+            losses, times = (list(x) for x in zip(*found[way], strict=True))
+            row |= {
+                "losses": losses, "first": losses[0], "last": losses[-1],
+                "step_ms": statistics.median(times[-TIMED:]), "first_step_ms": times[0],
+            }  # fmt: skip
+    return rows
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
@@ -230,14 +241,14 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     batch = batch_of(*((8, 2048) if on_gpu else (2, 32)), options.device)
     rows: list[dict[str, Any]] = []
     for compiled in (False, True) if options.compile else (False,):
-        for way in ("flex" if on_gpu else "sdpa", "attndsl"):
-            words = f"{way}{', compiled blocks' if compiled else ''}"
-            print(f"{words}: {STEPS} steps", file=sys.stderr, flush=True)
-            rows.append(measure(way, compiled, batch, options.device))
-            compare(rows)
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            name = "torchtitan_steps" if on_gpu else "torchtitan_steps_cpu"
-            common.write(name, options.device, rows, options.output)
+        ways = ("flex" if on_gpu else "sdpa", "attndsl")
+        words = f"{' and '.join(ways)}{', compiled blocks' if compiled else ''}"
+        print(f"{words}: {STEPS} steps each, by turns", file=sys.stderr, flush=True)
+        rows += by_turns(ways, compiled, batch, options.device)
+        compare(rows)
+        print(*map(json.dumps, rows[-len(ways) :]), sep="\n", file=sys.stderr, flush=True)
+        name = "torchtitan_steps" if on_gpu else "torchtitan_steps_cpu"
+        common.write(name, options.device, rows, options.output)
     return rows
 
 

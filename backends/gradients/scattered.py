@@ -12,8 +12,9 @@ With N rows in the call, no element's sum exceeds N * R. The unit is the power o
 this less than 2^62, with a factor of 2 for the rounding of R; each term errs by at most half of it,
 less than N * R * 2^-60. At 2^20 rows that is 2^-40 R, and terms come as fp32 numbers. An R from
 operands is some hundreds of times the greatest sum, for random ones of 128 columns 2^9 times: the
-error is then 2^-31 of that sum at 2^20 rows, in a term that is mostly one of thousands. Infinities
-and NaN are not part of the sums: what they are at each element is noted, in any order too.
+error is then 2^-31 of that sum at 2^20 rows, in a term that is mostly one of thousands. Random
+scores are some 2^3 times smaller than the norms of their rows say. Infinities and NaN are not part
+of the sums: what they are at each element is noted, in any order too.
 
 Additions to memory are what takes the time. Where no index tells batch entries or heads apart,
 pairs at the same positions meet in the same element. A program then sums these up in fp32, in
