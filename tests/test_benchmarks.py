@@ -974,6 +974,36 @@ def test_accuracy_of_fp8_is_measured_and_shown(script, tmp_path):
             assert f"| {name} | {row['length']} | {errors} |" in page
 
 
+def test_a_gpu_rounds_pages_of_fp8_as_a_cpu_does():
+    """What docs/serving.md says of accuracy on a GPU."""
+    on_cpu, on_gpu = (
+        json.loads((FOLDER / "results" / f"{name}.json").read_text())
+        for name in ("fp8", "fp8_cuda")
+    )
+    assert on_gpu["machine"] == "NVIDIA H200"
+    wide = []
+    for one, other in zip(on_cpu["rows"], on_gpu["rows"], strict=True):
+        told = ("length", "program", "data", "pages")
+        assert [one[name] for name in told] == [other[name] for name in told]
+        if one["pages"] != "bf16":
+            assert other["error"] == pytest.approx(one["error"], rel=0.01)
+        elif one["data"] != "needle":
+            wide.append(other["error"])
+        assert other.get("found", 1.0) == 1.0
+    assert [f"{x:.2g}" for x in (min(wide), max(wide))] == ["0.0013", "0.0015"]
+
+
+def test_what_is_said_of_the_example_of_an_engine():
+    found = json.loads((FOLDER / "results" / "serve_example.json").read_text())
+    assert found["machine"] == "NVIDIA H200"
+    rows = {row["way"]: row for row in found["rows"]}
+    assert rows["steps"]["same"] == rows["graphs"]["same"] == rows["plain"]["requests"] == 64
+    page = (FOLDER.parent / "docs" / "serving.md").read_text("utf-8")
+    steps, graphs, plain = (rows[way]["bytes_per_second"] for way in ("steps", "graphs", "plain"))
+    said = f"write {steps:,.0f} bytes a second, steps as a graph {graphs:,.0f}, and the plain model"
+    assert f"{said} {plain:.0f}." in " ".join(page.split())
+
+
 def test_the_example_of_an_engine_is_timed(script, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.path", list(sys.path))
     example, path = script("serve_example"), tmp_path / "found.json"

@@ -104,11 +104,12 @@ class Biases:
             self._kept[key] = found
 
     def _made(self, step: Step, span: Span, place: Place, more: int = 0) -> Bias:
-        """The bias of a span, with ``more`` keys before it that are all live."""
+        """The bias of a span, with ``more`` keys before it that are all live, if there is room."""
         lives = [self._lives.of(step, columns) for columns in span.partial]
         batch, heads, rows = place.shape
         if all(live.shape[0] == live.shape[1] == 1 for live in lives):
             batch = heads = 1
+        more = min(more, max(0, _MOST_KEPT // (batch * heads * rows) - span.width))
         shape = (batch, heads, rows, more + span.width)
         bias = torch.zeros(shape, dtype=work_dtype(self._call), device=self._call.q.device)
         for columns, live in zip(span.partial, lives, strict=True):
