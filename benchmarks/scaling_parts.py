@@ -46,7 +46,7 @@ def measure_all(parts: Sequence[Part], patience: float) -> None:
 
     Args:
         parts: What is timed.
-        patience: Seconds after which a part's processes print where they are.
+        patience: Seconds after which rank 0 prints where it is.
     """
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
@@ -55,7 +55,8 @@ def measure_all(parts: Sequence[Part], patience: float) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     mesh = init_device_mesh("cuda" if gpu else "cpu", (ranks,), mesh_dim_names=("cp",))
     for part in parts:
-        faulthandler.dump_traceback_later(patience)
+        if rank == 0:  # Stacks of several processes would lie within each other.
+            faulthandler.dump_traceback_later(patience)
         try:
             found = measure(part, mesh)
         except torch.OutOfMemoryError as error:

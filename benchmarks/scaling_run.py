@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -37,8 +38,10 @@ FIRST = tuple(
 GRACE = 40.0
 """Seconds that torchrun has to end its processes, which are of sessions of their own."""
 TELLING = 30.0
-"""Seconds before the end of a part's time at which its processes print where they are: more than
-they take to start."""
+"""Seconds before the end of a part's time at which rank 0 prints where it is: more than it takes to
+start."""
+CALL = re.compile(r'File "([^"]+)", line (\d+),? in (.+)')
+"""A call in a stack, as ``faulthandler`` prints it."""
 FRAMES = 3
 """Of these, how many a row names."""
 SDPA = "torch's ring of SDPA has no mask but a causal one, and no scores"
@@ -188,6 +191,7 @@ def _told(
     reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
     reader.start()
     for part in parts:
+        begin = os.fstat(err.fileno()).st_size
         seconds = max(0.1, min(limit, round(ended - time.monotonic(), 1)))
         found = _next(lines, part, time.monotonic() + seconds, err)
         if found is None and seconds < limit:
@@ -195,7 +199,7 @@ def _told(
             yield part, {}
             return
         if found is None:
-            found = {"why": f"took more than {seconds:g} s{_where(err)}", "over": True}
+            found = {"why": f"took more than {seconds:g} s{_where(err, begin)}", "over": True}
         over = found.pop("over", False)
         yield part, _named(part[2], found)
         if over:
@@ -222,21 +226,20 @@ def _next(
             return told
 
 
-def _where(err: IO[str]) -> str:
-    """Where the first process was that printed its stacks: innermost calls of its main thread."""
-    err.seek(0)
+def _where(err: IO[str], begin: int) -> str:
+    """Where rank 0 was when it printed its stacks: the innermost calls of its main thread.
+
+    Args:
+        err: What the processes have printed.
+        begin: From where on that is of the present part.
+    """
+    err.seek(begin)
     lines = [line.strip() for line in err]
+    # The main thread comes last. Its innermost call is first.
     heads = [i for i, line in enumerate(lines) if line.startswith(("Thread 0x", "Current thread"))]
-    if not heads:
-        return ""
-    # The main thread comes last among those of a process.
-    ends = [i for i, line in enumerate(lines) if line.startswith("Timeout (")][1:2]
-    first = [i for i in heads if not ends or i < ends[0]][-1]
-    frames = []
-    for line in lines[first + 1 : first + 1 + FRAMES]:
-        file, _, function = line.removeprefix('File "').partition('", line ')
-        frames.append(f"{Path(file).name}:{function.replace(' in ', ' ')}")
-    return f", in {' < '.join(frames)}"
+    calls = [CALL.fullmatch(line) for line in lines[heads[-1] + 1 :]] if heads else []
+    frames = [f"{Path(x[1]).name}:{x[2]} {x[3]}" for x in calls[:FRAMES] if x is not None]
+    return f", in {' < '.join(frames)}" if frames else ""
 
 
 def _named(system: str, found: dict[str, Any]) -> dict[str, Any]:

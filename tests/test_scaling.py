@@ -509,3 +509,21 @@ def test_no_process_is_left_of_a_part_that_was_ended(scaling):
     assert ".py:" in told[1][1]["why"]
     lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [x for x in lines if asked_at.encode() in x]
+
+
+def test_a_stack_says_where_rank_0_was(scaling, tmp_path):
+    """Of the present part alone; garbled ones say nothing."""
+    run, path = sys.modules["scaling_run"], tmp_path / "err"
+    before = 'Timeout (0:00:01)!\nThread 0x01 (most recent call first):\n  File "/a/b.py", line 1 in f\n'
+    stack = (
+        "Timeout (0:00:02)!\nThread 0x02 (most recent call first):\n"
+        '  File "/a/other.py", line 9 in wait\n\nThread 0x03 (most recent call first):\n'
+        '  File "/a/one.py", line 3 in inner\n  File "/a/two.py", line 44 in outer\n'
+    )
+    path.write_text(before + stack)
+    with path.open() as err:
+        assert run._where(err, len(before)) == ", in one.py:3 inner < two.py:44 outer"
+        assert run._where(err, len(before + stack)) == ""
+    path.write_text("Timeout (0:00:01)!\nTimeout (0:00:01)!\nThread 0x01 (most\nThread 0x02\n")
+    with path.open() as err:
+        assert run._where(err, 0) == ""

@@ -42,7 +42,7 @@ FAMILIES = {"triton": "portable", "portable": "portable", "hopper": "hopper"}
 """The family of kernels that a folder or a file belongs to, by its name."""
 KERNEL_NAMES = frozenset(
     ("forward", "backward", "backward_q", "backward_kv", "tangent", "forward_tangent", "distances",
-     "pairs", "stored", "scattered", "scatter_bounds", "scatter_sums")
+     "pairs", "stored", "scattered", "scatter_bounds", "scatter_sums", "scatter_together")
 )  # fmt: skip
 ENTRIES = frozenset(
     ("distances", "pairs", "stored", "scattered", "summarise", "classify", "refine", "list_tiles")

@@ -155,7 +155,7 @@ def _jobs(lowered: Lowered, facts: KernelFacts) -> list[Job]:
     if pairs:
         names = tuple(sorted({term.name for term in pairs}))
         apart = replace(facts, tensor_gradients=names, param_gradients=())
-        found += jobs(apart, "scatter_bounds", "scatter_sums")
+        found += jobs(apart, "scatter_bounds", "scatter_sums", "scatter_together")
     plain = [term for term in pairs if is_plain(term)]
     if plain:
         names = tuple(sorted({term.name for term in plain}))

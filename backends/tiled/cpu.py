@@ -126,7 +126,7 @@ def _forward(
             if found is not None:
                 own.merge(*found)
                 continue
-            for part in span.parts():
+            for part in span.parts() if plain else (span,):
                 columns = slice(*part.columns)
                 keys, values = k[place.matrices, columns], v[place.matrices, columns]
                 own.add(part, scorer.span(step, place, part, queries, keys), values)

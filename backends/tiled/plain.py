@@ -20,6 +20,7 @@ import torch
 
 from attndsl.ir import SCORE, reads_score
 
+from .plan import SPAN
 from .torch_tiles import work_dtype
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 _KEPT = 16
 """Spans of a call whose bias is kept."""
-_MOST_KEPT = 1 << 22
+_MOST_KEPT = 1 << 20
 """Numbers of such a one, at most."""
 
 
@@ -93,8 +94,7 @@ class Biases:
         key = self._lives.key(step, *span.partial)
         found = None if key is None else self._kept.get(key)
         if found is None or found[0].shape[-1] < span.width:
-            more = 0 if found is None else found[0].shape[-1]
-            found = self._made(step, span, place, more)
+            found = self._made(step, span, place, 0 if key is None else SPAN)
             self._keep(key, found)
         return found[0][..., -span.width :], None
 
@@ -103,13 +103,14 @@ class Biases:
         if key is not None and fits and (key in self._kept or len(self._kept) < _KEPT):
             self._kept[key] = found
 
-    def _made(self, step: Step, span: Span, place: Place, more: int = 0) -> Bias:
-        """The bias of a span, with ``more`` keys before it that are all live, if there is room."""
+    def _made(self, step: Step, span: Span, place: Place, width: int = 0) -> Bias:
+        """The bias of a span, and of live keys before it up to a ``width`` that can be kept."""
         lives = [self._lives.of(step, columns) for columns in span.partial]
         batch, heads, rows = place.shape
         if all(live.shape[0] == live.shape[1] == 1 for live in lives):
             batch = heads = 1
-        more = min(more, max(0, _MOST_KEPT // (batch * heads * rows) - span.width))
+        lines = rows * max(batch * heads, _members(place))
+        more = max(0, width - span.width) if lines * width <= _MOST_KEPT else 0
         shape = (batch, heads, rows, more + span.width)
         bias = torch.zeros(shape, dtype=work_dtype(self._call), device=self._call.q.device)
         for columns, live in zip(span.partial, lives, strict=True):
@@ -122,12 +123,17 @@ class Biases:
         return _by_matrices(bias, place), _by_matrices(some, place).squeeze(1)
 
 
+def _members(place: Place) -> int:
+    """How many query heads of a step have a key head in common."""
+    return place.shape[0] * place.shape[1] // (place.matrices.stop - place.matrices.start)
+
+
 def _by_matrices(found: torch.Tensor, place: Place) -> torch.Tensor:
     """(1 or matrices, 1, group * rows, width) of (1 or batch, 1 or heads, rows, width)."""
     number = place.matrices.stop - place.matrices.start
-    batch, heads, rows = place.shape
+    rows = place.shape[2]
     if found.shape[0] == found.shape[1] == 1:
-        found, number = found.expand(1, batch * heads // number, rows, -1), 1
+        found, number = found.expand(1, _members(place), rows, -1), 1
     return found.reshape(number, 1, -1, found.shape[-1])
 
 
@@ -201,7 +207,8 @@ class PlainRows:
             attn_mask=bias, scale=self.call.scale,
         )  # fmt: skip
         dq, dk, dv = (x.squeeze(1) for x in found)
-        # A dead pair's weight and its gradient are products with 0, which NaN and infinities spoil.
+        # The gradients of a dead pair are products with 0, which NaN and infinities spoil. Where dK
+        # alone is spoilt, it is without torch's backward too.
         if bias is not None and math.isnan(float(dq.sum()) + float(dv.sum())):
             return None
         return dq, dk, dv

@@ -33,8 +33,11 @@ _FEW_NUMBERS = 1 << 19
 """Most numbers of the keys of such a call."""
 _SPARE = 32
 """Tiles (of one head each) whose work costs about what one more step costs."""
+_APART = 8
+"""FULL tiles that are a span of their own beside others: torch's kernel takes 512 keys at once."""
 _LIVE = re.compile(rb"[\x01\x02]+")
 _PARTIAL = re.compile(rb"\x01+")
+_FULL = re.compile(rb"\x02+")
 _KEPT = 16
 """Plans that are remembered."""
 _KEPT_STEPS = 1 << 12
@@ -50,14 +53,16 @@ class Limits:
     docs/measured.md."""
     pairs: int
     """Of a span, of all the step's heads (as far as one kv head's queries allow)."""
+    full_apart: bool = False
+    """Whether many FULL tiles in a row are a span of their own, without a limit."""
 
 
 CPU = Limits(SPAN, 1 << 19)
 DEVICE = Limits(SPAN, 1 << 22)
 """On other devices than CPUs, where what counts is how many operations are started."""
-PLAIN = Limits(1 << 30, 1 << 24)
-"""Of torch's own attention, which keeps no scores: what counts is how many heads run side by side,
-and how large a bias is."""
+PLAIN = Limits(SPAN, 1 << 24, full_apart=True)
+"""Of torch's own attention, which keeps no scores. What takes room is the bias of a span that a
+mask decides, and what counts is how many heads run side by side."""
 
 
 def limits_of(call: Call, plain: bool) -> Limits:
@@ -168,7 +173,11 @@ def make_plan(lowered: Lowered, call: Call, limits: Limits) -> list[Step]:
         for number, rows in enumerate(table)
         for box, row in _boxes(rows, batch, heads, group)
         for step in _split(
-            box, number, _spans(row, kv_len, _longest_span(number, call, limits)), call, limits
+            box,
+            number,
+            _spans(row, kv_len, _longest_span(number, call, limits), limits),
+            call,
+            limits,
         )
     ]
 
@@ -185,22 +194,44 @@ def _longest_span(number: int, call: Call, limits: Limits) -> int:
     rows = q_len - number * BLOCK_M
     if rows >= BLOCK_M:
         return limits.keys
-    return max(limits.keys, limits.pairs // (rows * heads) // BLOCK_N * BLOCK_N)
+    # Those of torch's own attention have a bias for each pair.
+    pairs = CPU.pairs if limits.full_apart else limits.pairs
+    return max(limits.keys, pairs // (rows * heads) // BLOCK_N * BLOCK_N)
 
 
-def _spans(row: bytes, kv_len: int, longest: int) -> tuple[Span, ...]:
+def _spans(row: bytes, kv_len: int, longest: int, limits: Limits) -> tuple[Span, ...]:
     """The spans of a row of tile kinds."""
     tiles = longest // BLOCK_N
     found = []
     for live in _LIVE.finditer(row):
-        for first in range(live.start(), live.end(), tiles):
-            last = min(first + tiles, live.end())
-            partial = tuple(
-                (part.start() * BLOCK_N, min(part.end() * BLOCK_N, kv_len))
-                for part in _PARTIAL.finditer(row, first, last)
-            )
-            found.append(Span((first * BLOCK_N, min(last * BLOCK_N, kv_len)), partial))
+        pieces = _pieces(row, *live.span(), tiles) if limits.full_apart else [(*live.span(), tiles)]
+        for start, stop, most in pieces:
+            for first in range(start, stop, most):
+                last = min(first + most, stop)
+                partial = tuple(
+                    (part.start() * BLOCK_N, min(part.end() * BLOCK_N, kv_len))
+                    for part in _PARTIAL.finditer(row, first, last)
+                )
+                found.append(Span((first * BLOCK_N, min(last * BLOCK_N, kv_len)), partial))
     return tuple(found)
+
+
+def _pieces(row: bytes, first: int, last: int, tiles: int) -> Iterator[tuple[int, int, int]]:
+    """Parts of a run of live tiles, and of how many tiles their spans are at most.
+
+    A run of ``tiles`` or fewer is one part. Of others, FULL tiles in a row are parts of their own.
+    """
+    start = first
+    if last - first > tiles:
+        for full in _FULL.finditer(row, first, last):
+            if full.end() - full.start() < _APART:
+                continue
+            if start < full.start():
+                yield start, full.start(), tiles
+            yield *full.span(), full.end() - full.start()
+            start = full.end()
+    if start < last:
+        yield start, last, tiles
 
 
 def _boxes(
@@ -279,7 +310,8 @@ def _split(
         return
     heads, q_len, group = call.q.shape[1], call.q.shape[2], call.q.shape[1] // call.k.shape[1]
     rows = (number * BLOCK_M, min((number + 1) * BLOCK_M, q_len))
-    room = limits.pairs // ((rows[1] - rows[0]) * max(span.width for span in spans))
+    kept = (span.width for span in spans if span.partial or not limits.full_apart)
+    room = limits.pairs // ((rows[1] - rows[0]) * max(kept, default=limits.keys))
     (first, last), (low, high) = box.batches, box.heads
     if room >= heads and last - first > 1:
         for b in range(first, last, room // heads):

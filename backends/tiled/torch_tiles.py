@@ -35,7 +35,7 @@ class Expressions:
     As :func:`~..dense.interpret.evaluate`, but where a lookup's indices are plain names of
     consecutive positions (``bias[b, h, q, kv]``) it takes a view in place of gathering element by
     element. What varies with rows alone, or with keys alone (``q // 1000``), is evaluated once for
-    all tiles.
+    all tiles, and kept in the dtype of all else: that is memory proportional to the lengths.
     """
 
     def __init__(self, call: Call) -> None:

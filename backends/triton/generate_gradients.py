@@ -37,7 +37,7 @@ BOUNDS = Sums(_ROWS, "sums, given")
 EXACT = Sums(_ROWS, "sums, given")
 """Sums that any pairs may meet in."""
 TOGETHER = Sums(_TILE, PAIRS.stored_from)
-"""The same, of sums over batch entries and heads, of every pair."""
+"""Sums over batch entries and heads, of every pair, that any pairs may meet in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ _OF = {"score": "score", "weight": "weight", "dropout": "chance to be dropped"}
 
 
 def _buffers(facts: KernelFacts, kind: Sums) -> list[str]:
-    """Kernel arguments of the two kernels that scatter sums."""
+    """Kernel arguments of the kernels that scatter sums."""
     if kind is BOUNDS:
         return ["BOUNDS"]
     if kind not in (EXACT, TOGETHER):
