@@ -514,7 +514,9 @@ def test_no_process_is_left_of_a_part_that_was_ended(scaling):
 def test_a_stack_says_where_rank_0_was(scaling, tmp_path):
     """Of the present part alone; garbled ones say nothing."""
     run, path = sys.modules["scaling_run"], tmp_path / "err"
-    before = 'Timeout (0:00:01)!\nThread 0x01 (most recent call first):\n  File "/a/b.py", line 1 in f\n'
+    before = (
+        'Timeout (0:00:01)!\nThread 0x01 (most recent call first):\n  File "/a/b.py", line 1 in f\n'
+    )
     stack = (
         "Timeout (0:00:02)!\nThread 0x02 (most recent call first):\n"
         '  File "/a/other.py", line 9 in wait\n\nThread 0x03 (most recent call first):\n'
