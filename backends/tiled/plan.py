@@ -62,7 +62,7 @@ DEVICE = Limits(SPAN, 1 << 22)
 """On other devices than CPUs, where what counts is how many operations are started."""
 PLAIN = Limits(SPAN, 1 << 24, full_apart=True)
 """Of torch's own attention, which keeps no scores. What takes room is the bias of a span that a
-mask decides, and what counts is how many heads run side by side."""
+mask decides, and what counts is how many heads run side by side. See M50 in docs/measured.md."""
 
 
 def limits_of(call: Call, plain: bool) -> Limits:
