@@ -6,7 +6,7 @@ import difflib
 import logging
 from functools import cache, lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -224,6 +224,13 @@ def get_backend(name: str, checked: bool = False) -> Backend:
 def forget_backends() -> None:
     """From now on backends are other objects, which hold no kernels yet: to measure and to test."""
     _made.cache_clear()
+    kept_of.cache_clear()
+
+
+@lru_cache(maxsize=1024)
+def kept_of(spec: str, backend: str) -> dict[Any, Any]:
+    """Room for what operators find out of a program's calls, until backends are forgotten."""
+    return {}
 
 
 @cache

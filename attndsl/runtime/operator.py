@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.backends.base import Backward, Gradients, Wants
+from attndsl.backends.base import Backward, Gradients, Signature, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.ir import DType
 from attndsl.logs import LOG
@@ -16,7 +16,7 @@ from attndsl.operators import Operands, tell_counters
 
 from .autograd import settled
 from .bind import CallOptions, call_of
-from .dispatch import backend_of, tell_choice
+from .dispatch import backend_of, kept_of, tell_choice
 from .location import WHOLE, Location, is_by_entry
 from .maxima import row_maxima
 from .parts import localised
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
 _FLOAT = (float, torch.SymFloat)
+_MOST_KEPT = 4096
+"""Kinds of calls of a program that are known."""
 
 
 class Request(NamedTuple):
@@ -157,7 +159,62 @@ def params_of(program: Program, given: Operands, floats: Iterator[float]) -> dic
     return params
 
 
+class Known(NamedTuple):
+    """What is known of all calls that are like one."""
+
+    lowered: Lowered
+    template: Call
+    """Without tensors."""
+    backend: Any
+
+
+def _key_of(given: Operands) -> tuple[object, ...] | None:
+    """What a call is known by; None of one whose values or positions are looked at each time."""
+    origins = given.q_origin, given.kv_origin, given.drawn, given.varying, given.kv_lengths
+    if (
+        given.checked or given.whole or given.given or given.q_offset or given.kv_offset
+        or any(origin is not None for origin in origins)
+    ):  # fmt: skip
+        return None
+    q, k, v = given.q, given.k, given.v
+    return (
+        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(),
+        # 0.0 and -0.0 are equal, and not the same.
+        given.deterministic, given.wide, *(given.ints or ()), *[x.hex() for x in given.floats],
+        *[(x.shape, x.stride(), x.dtype) for x in given.tensors or ()],
+    )  # fmt: skip
+
+
 def _call(given: Operands) -> tuple[Lowered, Call, Any]:
+    """The program of a call, the call, and what runs it.
+
+    Graphs make the same calls again and again. What follows from shapes and numbers is found out
+    once.
+    """
+    # Whoever listens is told what runs a call.
+    key = None if LOG.isEnabledFor(logging.INFO) else _key_of(given)
+    if key is None:
+        return _found_out(given)
+    kept = kept_of(given.spec, given.backend)
+    known: Known | None = kept.get(key)
+    if known is None:
+        lowered, call, backend = _found_out(given)
+        if lowered.program.dropout is not None:
+            return lowered, call, backend
+        call = call._replace(signature=Signature(name_of(given.spec)))
+        if len(kept) >= _MOST_KEPT:
+            kept.clear()
+        empty = torch.empty(0, dtype=given.q.dtype, device=given.q.device)
+        template = call._replace(q=empty, k=empty, v=empty, tensors={})
+        kept[key] = Known(lowered, template, backend)
+        return lowered, call, backend
+    names = (decl.name for decl in known.lowered.program.tensors)
+    tensors = dict(zip(names, given.tensors or (), strict=True))
+    call = known.template._replace(q=given.q, k=given.k, v=given.v, tensors=tensors)
+    return known.lowered, call, known.backend
+
+
+def _found_out(given: Operands) -> tuple[Lowered, Call, Any]:
     lowered = lowered_program(given.spec)
     program, q = lowered.program, given.q
     floats = iter(given.floats if given.varying is None else given.varying.tolist())
