@@ -78,8 +78,6 @@ def flex(
     """
     # Of another part: graphs are made for sizes, and torch makes few of one function.
     torch._dynamo.reset()
-    # Within NCCL's processes Inductor's own ones for compiling gave no answer in 200 s.
-    torch._inductor.config.compile_threads = 1
     gpu = torch.cuda.is_available()
     if not gpu:  # FlexAttention has no backward on CPUs.
         operands = [x.detach() for x in operands]

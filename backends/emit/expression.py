@@ -370,7 +370,7 @@ class Printer:
         """The operand of a comparison that alone would have all pairs compare in 64 bits.
 
         It is the same for a row, a column or more. Saturated to 32 bits it compares alike with
-        the other operand, which does not reach the ends of these.
+        the other operand, which does not reach the ends of these: see M52 in docs/measured.md.
         """
         if item.op not in COMPARISONS or self.names.scalar or not self.deps[item] >= _VARY_BY_PAIR:
             return None
