@@ -125,7 +125,8 @@ class Biases:
 
 def _members(place: Place) -> int:
     """How many query heads of a step have a key head in common."""
-    return place.shape[0] * place.shape[1] // (place.matrices.stop - place.matrices.start)
+    number: int = place.matrices.stop - place.matrices.start
+    return place.shape[0] * place.shape[1] // number
 
 
 def _by_matrices(found: torch.Tensor, place: Place) -> torch.Tensor:

@@ -282,9 +282,9 @@ def test_a_backward_shows_the_portable_kernels_that_it_runs_too():
     table = torch.zeros(3, 3, requires_grad=True)
     text = attention.source("backward", backend="hopper", t=table)
     assert "def attention_backward_kv(" in text
-    assert text.count("def scattered(") == 1
+    assert text.count("def pairs(") == 1
     still = attention.source("backward", backend="hopper", t=table.detach())
-    assert "def scattered(" not in still
+    assert "def pairs(" not in still
 
 
 @pytest.mark.parametrize("head_dim", DIMS)

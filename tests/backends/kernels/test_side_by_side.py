@@ -105,7 +105,8 @@ def test_a_backward_meanwhile(on_gpu):
 LEARNED = {
     "bias": ("tensor t[heads, q_len, kv_len]: float\nscore = score + t[h, q, kv]", 1),
     "distances": ("tensor t[heads, n]: float\nscore = score + t[h, q - kv]", 1),
-    "gathered": ("tensor t[8, 8]: float\nscore = score * t[q % 8, kv % 8]", 2),
+    "gathered": ("tensor t[8, 8]: float\nscore = score * t[q % 8, kv % 8]", 1),
+    "of weights": ("tensor t[8, 8]: float\nweights = sigmoid(score) * t[q % 8, kv % 8]", 2),
 }
 """Programs, and how many kernels make the gradient of ``t`` beside those of q, k and v."""
 

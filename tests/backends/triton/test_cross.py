@@ -231,7 +231,8 @@ def test_compiles_for(target: str) -> None:
     rows = _compile(target, "rich", "bf16", 64)
     attention = ["forward", "backward_q", "backward_kv"]
     tangents = ["distances", "tangent"]
-    gradients = ["scatter_bounds", "scatter_sums", "pairs", "stored", "row_statistics"]
+    gradients = ["scatter_bounds", "scatter_sums", "scatter_together"]
+    gradients += ["pairs", "stored", "row_statistics"]
     lists = ["summarise", "classify", "refine", "list_tiles"]
     assert [row[0] for row in rows] == attention + tangents + gradients + lists
 
