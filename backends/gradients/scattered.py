@@ -106,7 +106,8 @@ class Size(NamedTuple):
     constant: float
     of_score: float = 0.0
 
-    def __add__(self, other: Size) -> Size:  # type: ignore[override]
+    def plus(self, other: Size) -> Size:
+        """That of a sum."""
         return Size(self.constant + other.constant, self.of_score + other.of_score)
 
     def times(self, factor: float) -> Size:
@@ -136,7 +137,7 @@ def _size_of_sum(item: Node, args: list[Size | None]) -> Size | None:
     if item.op in (Op.NEG, Op.ABS):
         return known[0]
     if item.op in (Op.ADD, Op.SUB):
-        return known[0] + known[1]
+        return known[0].plus(known[1])
     constants = [i for i, arg in enumerate(known) if arg.of_score == 0.0]
     if item.op is Op.MUL and constants:
         (i, *_) = constants
@@ -159,7 +160,7 @@ def known_factors(lowered: Lowered, names: Collection[str]) -> Mapping[str, Size
             size = size_of(factor)
             if size is None:
                 return None
-            found[term.name] += size
+            found[term.name] = found[term.name].plus(size)
     return found
 
 

@@ -44,17 +44,17 @@ CASES = {
 }  # fmt: skip
 
 
-def captures_of(text):
+def captures_of(text, batch=BATCH, length=LENGTH, device="cpu"):
     lowered = attndsl.compile(text).lowered
-    sizes = {"batch": BATCH, "heads": HEADS, "kv_heads": HEADS // 2, "kv_len": LENGTH}
+    sizes = {"batch": batch, "heads": HEADS, "kv_heads": HEADS // 2, "kv_len": length}
     made = {}
     generator = torch.Generator().manual_seed(3)
     for decl in lowered.program.tensors:
         dims = [sizes.get(str(x.value), x.value) for x in decl.dims]
         if decl.name == "i":
-            made["i"] = torch.randint(0, 7, dims, generator=generator)
+            made["i"] = torch.randint(0, 7, dims, generator=generator).to(device)
         else:
-            made["t"] = torch.randn(dims, generator=generator).requires_grad_()
+            made["t"] = torch.randn(dims, generator=generator).to(device).requires_grad_()
     return made
 
 
@@ -92,15 +92,7 @@ def test_on_a_gpu_the_bits_are_the_same_each_time(name):
     generator = torch.Generator().manual_seed(1)
     q, grad = (x.cuda().bfloat16() for x in torch.randn(2, 8, HEADS, 500, 64, generator=generator))
     k, v = (x.cuda().bfloat16() for x in torch.randn(2, 8, 2, 500, 64, generator=generator))
-    lowered = attndsl.compile(text).lowered
-    sizes = {"batch": 8, "heads": HEADS, "kv_heads": 2, "kv_len": 500}
-    captures = {}
-    for decl in lowered.program.tensors:
-        dims = [sizes.get(str(x.value), x.value) for x in decl.dims]
-        if decl.name == "i":
-            captures["i"] = torch.randint(0, 7, dims, generator=generator).cuda()
-        else:
-            captures["t"] = torch.randn(dims, generator=generator).cuda().requires_grad_()
+    captures = captures_of(text, 8, 500, "cuda")
     options = {"seed": 3} if "dropout" in text else {}
     found = []
     for backend in ("auto", "auto", "reference"):
