@@ -213,7 +213,8 @@ def by_turns(
                 found[way].append(next(running[way]))
             except Exception as error:
                 row["why"] = f"{type(error).__name__}: {str(error)[:200]}"
-        print(f"step {number + 1} of {STEPS}", end="\r", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print(f"step {number + 1} of {STEPS}", end="\r", file=sys.stderr, flush=True)
     for way, row in zip(ways, rows, strict=True):
         if "why" not in row:
             losses, times = (list(x) for x in zip(*found[way], strict=True))
