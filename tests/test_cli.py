@@ -595,21 +595,29 @@ def test_completed_backends_are_all_there_are():
     assert tuple(running.DTYPES) == arguments.DTYPES
 
 
+_MAIN = [sys.executable, "-c", "from attndsl.cli import main; main()"]
+
+
 def _process(*arguments, **options):
-    command = [sys.executable, "-c", "from attndsl.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, **options)
+    return subprocess.run([*_MAIN, *arguments], capture_output=True, text=True, **options)
 
 
-def test_check_is_quick():
-    # It takes about 0.3 s. Processor seconds, with room to spare: other tests run beside this one.
-    file = str(ROOT / "examples" / "model.yaml")
+def _least_seconds(command):
+    """Processor seconds of a command, the least of three runs: other tests run beside this one."""
     spent = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert _process("check", file).returncode == 0
+        subprocess.run(command, check=True, capture_output=True, text=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(spent) < 1.0
+    return min(spent)
+
+
+def test_check_is_quick():
+    # It takes 2.5 times what its libraries take to start, on any machine; torch takes 10 times that.
+    start = _least_seconds([sys.executable, "-c", "import typer, pydantic, lark, yaml"])
+    check = _least_seconds([*_MAIN, "check", str(ROOT / "examples" / "model.yaml")])
+    assert check < 4 * start
 
 
 def test_a_reader_that_leaves_early_is_no_error():
