@@ -11,6 +11,7 @@ from attndsl.analysis import Analysis
 from attndsl.backends.base import NONE, Call, Signature
 from attndsl.compiled import Traced, is_deterministic, without_tensors
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
+from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
 from attndsl.repeated import Repeated
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous, scale_of
@@ -55,7 +56,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAX_SIGNATURES = 4096
 
 
-class Attention(Analysis, Views, Introspection, Serving):
+class Attention(InGraphs, Analysis, Views, Introspection, Serving):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
@@ -214,6 +215,13 @@ class Attention(Analysis, Views, Introspection, Serving):
             BackendError: The backend does not work here.
         """
         captures = named if captures is None else joined(captures, named)
+        if torch.compiler.is_dynamo_compiling() and not self._defaults:
+            found = self._at_once((q, k, v), captures, (
+                scale, seed, deterministic, q_offset, kv_offset, q_index, kv_index, q_len, kv_len,
+                heads, kv_heads, batch, h_offset, b_offset, kv_lengths), (out_dtype, return_lse),
+            )  # fmt: skip
+            if found is not None:
+                return found
         if self._defaults:
             captures = {**self._defaults, **captures}
         if self._optional:
@@ -230,8 +238,6 @@ class Attention(Analysis, Views, Introspection, Serving):
                 h_offset, b_offset, kv_lengths,
             )
         )  # fmt: skip
-        if in_graph:
-            self = self._for_ones(q, k, captures, location or WHOLE)
         if in_graph and is_dtensor(q):
             return self._call_of_shards(
                 (q, k, v), captures, tiles,
@@ -250,16 +256,11 @@ class Attention(Analysis, Views, Introspection, Serving):
         if return_lse:
             self._check_has_lse()
         if in_graph:
-            call = bind(
-                self._lowered.program, (q, k, v), captures,
-                location or Location(q_offset, kv_offset, q_index, kv_index),
-                CallOptions(scale, seed, deterministic, out_dtype),
+            return self._followed(
+                (q, k, v), captures, location or Location(q_offset, kv_offset, q_index, kv_index),
+                CallOptions(scale, seed if drawn is None else drawn, deterministic, out_dtype),
+                return_lse,
             )  # fmt: skip
-            call = call if drawn is None else call._replace(seed=drawn)
-            from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
-
-            found = attend_in_graph(self._request, call, scale)
-            return found if return_lse else found[0]
         # Most calls have none of these, and each takes a part of a microsecond.
         kinds = (
             None
@@ -381,7 +382,7 @@ class Attention(Analysis, Views, Introspection, Serving):
         k: torch.Tensor,
         captures: Captures,
         location: Location,
-        key: object = None,
+        key: object,
     ) -> Attention:
         """The program of a call whose captures may have size 1 in place of a declared size.
 
@@ -390,19 +391,18 @@ class Attention(Analysis, Views, Introspection, Serving):
             k: The same.
             captures: The same.
             location: Where the call lies in a larger one.
-            key: The call's signature; None in graphs.
+            key: The call's signature.
         """
-        kept = None if key is None else self._of_ones.get(key)
+        kept = self._of_ones.get(key)
         if kept is not None:
             return kept
         ones = dims_of_one(self._lowered.program, captures, sizes_of_operands(q, k), location)
         if not ones:
             return self
         found = self._variant((), ones)
-        if key is not None:
-            if len(self._of_ones) >= _MAX_SIGNATURES:
-                self._of_ones.clear()
-            self._of_ones[key] = found
+        if len(self._of_ones) >= _MAX_SIGNATURES:
+            self._of_ones.clear()
+        self._of_ones[key] = found
         return found
 
     def _call_of_shards(
@@ -425,8 +425,8 @@ class Attention(Analysis, Views, Introspection, Serving):
             )
         from attndsl.parallel.dtensor import attend_shards  # Imports torch.distributed.
 
-        program = self._lowered.program
-        return attend_shards(self, program, operands, captures, location, options)
+        own, captures = self.variant(captures, sizes_of_operands(*operands[:2]), location)
+        return attend_shards(own, own._lowered.program, operands, captures, location, options)
 
     def source(
         self,

@@ -12,87 +12,37 @@ from __future__ import annotations
 import sys
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attndsl.errors import UnsupportedError
 
+from .operands import (
+    SCHEMA,
+    Arguments,
+    Gradient,
+    heading,
+    of_gradients,
+    parts_of_gradients,
+    unpacked,
+)
 
-class Operands(NamedTuple):
-    """What stands for a call in the operators' arguments, in the order that these have.
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-    (Saved graphs hold lists of one type only. Packages of AOTInductor give None for empty lists of
-    tensors and of ints, so these are optional.)
-    """
-
-    spec: str
-    """The program, see :mod:`attndsl.runtime.programs`."""
-    backend: str
-    """The backend asked for."""
-    checked: bool
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    tensors: list[torch.Tensor] | None
-    given: list[torch.Tensor] | None
-    """The params that are tensors."""
-    is_given: list[bool]
-    """Which of the params these are."""
-    ints: list[int] | None
-    """The other params that are ints or bools."""
-    floats: list[float]
-    """The others that are floats, and behind them the scale, if it is no default."""
-    varying: torch.Tensor | None
-    """(n,), fp64, on the CPU: replaces ``floats`` where one of them is another number in each run
-    of a graph."""
-    q_offset: int
-    kv_offset: int
-    q_origin: torch.Tensor | None
-    """An index vector, or an offset; replaces ``q_offset``."""
-    kv_origin: torch.Tensor | None
-    seed: int
-    deterministic: bool
-    drawn: torch.Tensor | None
-    """A 0-d seed; replaces ``seed``, which would be one number for all runs of a graph."""
-    wide: bool
-    """Whether the output is in fp32."""
-    whole: list[int] | None
-    """Of which larger call this is a part: its q_len, kv_len (-1 where not given), heads, kv_heads
-    and batch, h_offset, b_offset, and whether each origin is an offset for each batch entry (0 or
-    1); None for calls that are no parts."""
-    kv_lengths: torch.Tensor | None
+    from .operands import Operands
 
 
-_TYPES: dict[Any, str] = {
-    str: "str",
-    bool: "bool",
-    int: "SymInt",
-    torch.Tensor: "Tensor",
-    torch.Tensor | None: "Tensor?",
-    list[torch.Tensor] | None: "Tensor[]?",
-    list[bool]: "bool[]",
-    list[float]: "float[]",
-    list[int] | None: "SymInt[]?",
-}
-_KINDS = {name: _TYPES[kind] for name, kind in get_type_hints(Operands).items()}
-_COMMON = ", ".join(f"{kind} {name}" for name, kind in _KINDS.items())
-_TENSORS = tuple(name for name, kind in _KINDS.items() if kind in ("Tensor", "Tensor?"))
-"""Names of single tensors among the operands."""
-_LISTS = ("tensors", "given")
-"""Names of lists of them."""
 _RUNS = "attndsl.runtime.operator"
 _ORDERS = "attndsl.backends.memory_order"
 _COUNTER = "torch.utils.flop_counter"
 _FLOPS = "attndsl.runtime.flops"
 _LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"row_maxima({_COMMON}) -> Tensor")
-_LIBRARY.define(
-    "backward(Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, bool[] wants, "
-    f"bool wide_gradients, bool partial, {_COMMON}) -> Tensor[]"
-)
+_LIBRARY.define(f"forward({SCHEMA}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"row_maxima({SCHEMA}) -> Tensor")
+_LIBRARY.define(f"backward({SCHEMA}) -> Tensor[]")
 
 
 @cache
@@ -101,50 +51,43 @@ def _runs() -> Any:
     return import_module(_RUNS)
 
 
-def _forward(*args: Any) -> Any:
-    return _runs().run_forward(*args)
+def _forward(tensors: Any, what: str, ints: Any, floats: Any) -> Any:
+    return _runs().run_forward(tensors, what, ints, floats)
 
 
-def _row_maxima(*args: Any) -> Any:
-    return _runs().run_row_maxima(*args)
+def _row_maxima(tensors: Any, what: str, ints: Any, floats: Any) -> Any:
+    return _runs().run_row_maxima(tensors, what, ints, floats)
 
 
-def _backward(*args: Any) -> Any:
-    return _runs().run_backward(*args)
+def _backward(tensors: Any, what: str, ints: Any, floats: Any) -> Any:
+    return _runs().run_backward(tensors, what, ints, floats)
 
 
 def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    given = Operands(*args)
+    given = unpacked(*args)
     return _empty_like(given.q, given.v.shape[3], given.wide), _fake_row_maxima(*args)
 
 
-def _fake_row_maxima(*args: Any) -> torch.Tensor:
-    q = Operands(*args).q
+def _fake_row_maxima(tensors: Any, *rest: Any) -> torch.Tensor:
+    q = tensors[0]
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
     found: torch.Tensor = q.new_empty((q.shape[0], q.shape[1], q.shape[2]), dtype=kind)
     return found
 
 
-def _fake_backward(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    wants: list[bool],
-    wide: bool,
-    partial: bool,
-    *args: Any,
-) -> list[torch.Tensor]:
-    given = Operands(*args)
-    inputs = [given.q, given.k, given.v, *(given.tensors or ()), *(given.given or ())]
-    empty = given.q.new_empty
+def _fake_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.Tensor]:
+    _, asked, inputs, _ = parts_of_gradients(tensors, what)
+    empty = inputs[0].new_empty
     found = []
-    for place, (x, want) in enumerate(zip(inputs, wants, strict=True)):
+    # Behind what has gradients may be tensors that tell positions.
+    for place, (x, want) in enumerate(zip(inputs, asked.wants, strict=False)):
         if not want:
             found.append(empty(0, dtype=torch.float32))
         else:
             own = place < 3
-            found.append(_empty_like(x, x.shape[3], wide) if own else empty(x.shape, dtype=x.dtype))
+            found.append(
+                _empty_like(x, x.shape[3], asked.wide) if own else empty(x.shape, dtype=x.dtype)
+            )
     return found
 
 
@@ -163,66 +106,101 @@ def _less(a: int, b: int) -> bool:
     return bool(symbolic.guard_or_false(a < b))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    operands = Operands(*inputs)
-    tensors, given = operands.tensors or [], operands.given or []
-    ctx.set_materialize_grads(False)
-    # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
-    single = [getattr(operands, name) for name in _TENSORS]
-    ctx.save_for_backward(*single, *tensors, *given, *output)
-    ctx.plain = operands._asdict() | dict.fromkeys((*_TENSORS, *_LISTS))
-    ctx.counts = len(tensors), len(given)
-    ctx.capture_wants = [x.is_floating_point() and x.requires_grad for x in (*tensors, *given)]
+class _Forward(torch.autograd.Function):
+    """``attndsl::forward`` with its derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, below: Any, what: str, ints: Any, floats: Any, *tensors: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tensors come one by one, as torch asks of what has gradients."""
+        ctx.set_materialize_grads(False)
+        with _BELOW():
+            found: Any = _OPERATORS["forward"].redispatch(below, [*tensors], what, ints, floats)
+        out, lse = found
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.rest = what, ints, floats
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
+        """Of each argument."""
+        plain = (None,) * 4
+        *tensors, out, lse = ctx.saved_tensors
+        if grad_out is None and grad_lse is None:
+            return (*plain, *[None] * len(tensors))
+        wants = ctx.needs_input_grad[len(plain) :][: heading(ctx.rest[0]).inputs]
+        results = [out, lse, torch.zeros_like(out) if grad_out is None else grad_out]
+        results += [] if grad_lse is None else [grad_lse]
+        asked = Gradient(wants, has_lse=grad_lse is not None)
+        found = torch.ops.attndsl.backward(
+            *of_gradients(Arguments(tensors, *ctx.rest), results, asked)
+        )
+        grads = [g if want else None for g, want in zip(found, wants, strict=True)]
+        return (*plain, *grads, *[None] * (len(tensors) - len(wants)))
 
 
-def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
-    tensor_count, given_count = ctx.counts
-    # Lists of other things than tensors have one None for a gradient, unless they are empty.
-    grads: dict[str, Any] = {
-        name: [] if isinstance(x, list) and not x else None for name, x in ctx.plain.items()
-    }
-    grads |= {"tensors": [None] * tensor_count, "given": [None] * given_count}
-    if grad_out is None and grad_lse is None:
-        return tuple(grads.values())
-    saved = ctx.saved_tensors
-    *captures, out, lse = saved[len(_TENSORS) :]
-    operands = ctx.plain | dict(zip(_TENSORS, saved, strict=False))
-    operands |= {"tensors": captures[:tensor_count], "given": captures[tensor_count:]}
-    needs = Operands(*ctx.needs_input_grad[: len(Operands._fields)])
-    wants = [needs.q, needs.k, needs.v, *ctx.capture_wants]
-    found = torch.ops.attndsl.backward(
-        out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, wants, False,
-        False, *operands.values(),
-    )  # fmt: skip
-    kept = [g if want else None for g, want in zip(found, wants, strict=True)]
-    q, k, v, *rest = kept
-    tensors, given = rest[:tensor_count], rest[tensor_count:]
-    grads |= {"q": q, "k": k, "v": v, "tensors": tensors, "given": given}
-    return tuple(grads.values())
+class _Backward(torch.autograd.Function):
+    """``attndsl::backward``, which has no derivative. Without this torch would take it to be 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, below: Any, what: str, ints: Any, floats: Any, *tensors: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """As of :class:`_Forward`."""
+        with _BELOW():
+            return tuple(_OPERATORS["backward"].redispatch(below, [*tensors], what, ints, floats))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Refuse."""
+        raise UnsupportedError(
+            "graphs of torch.compile have no second derivatives of a call",
+            hint="call the program outside of torch.compile where create_graph=True is used",
+        )
 
 
-def _no_second(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-    raise UnsupportedError(
-        "graphs of torch.compile have no second derivatives of a call",
-        hint="call the program outside of torch.compile where create_graph=True is used",
-    )
+_BELOW = torch._C._AutoDispatchBelowAutograd
+_AFTER = torch._C._after_autograd_keyset
+_HARDWARE = frozenset(
+    getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA", "BackendSelect")
+)
+"""Where nothing stands between autograd and what runs a call."""
+
+
+def _differentiable(
+    name: str, kernel: Callable[..., Any], function: type[torch.autograd.Function]
+) -> Callable[..., Any]:
+    """What runs an operator where torch differentiates.
+
+    ``torch.library.register_autograd`` does the same and takes 20 us more, for arguments of any
+    kind and for calls that need no gradient: see M53 in docs/measured.md.
+    """
+
+    def run(keys: Any, tensors: Any, what: str, ints: Any, floats: Any) -> Any:
+        below = keys & _AFTER
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            found = function.apply(below, what, ints, floats, *tensors)
+            return found if name == "forward" else [*found]
+        if below.highestPriorityTypeId() in _HARDWARE:
+            return kernel(tensors, what, ints, floats)
+        with _BELOW():
+            return _OPERATORS[name].redispatch(below, tensors, what, ints, floats)
+
+    return run
 
 
 def _forward_flops(*args: Any, **rest: Any) -> int:
     """Two products over all pairs, as torch counts its own attention, less what is left out."""
-    given = _operands_among(args)
+    given = unpacked(*args)
     return _flops_of_products(given, given.q.shape[3] + given.v.shape[3])
 
 
-def _backward_flops(*args: Any, **rest: Any) -> int:
+def _backward_flops(tensors: Any, what: str, ints: Any, floats: Any, **rest: Any) -> int:
     """Five products, of which three are along q and k's head dim: scores, dQ and dK."""
-    given = _operands_among(args)
+    _, _, inputs, of_call = parts_of_gradients(tensors, what)
+    given = unpacked(inputs, of_call, ints, floats)
     return _flops_of_products(given, 3 * given.q.shape[3] + 2 * given.v.shape[3])
-
-
-def _operands_among(args: tuple[Any, ...]) -> Operands:
-    """The last of an operator's arguments, which are those of every operator."""
-    return Operands(*args[-len(Operands._fields) :])
 
 
 def _flops_of_products(given: Operands, width: int) -> int:
@@ -263,7 +241,9 @@ for _name, _kernel, _fake in (
 ):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attndsl::{_name}", _fake, lib=_LIBRARY)
-torch.library.register_autograd("attndsl::forward", _autograd, setup_context=_setup, lib=_LIBRARY)
-# Without it torch would take second derivatives to be zero.
-torch.library.register_autograd("attndsl::backward", _no_second, lib=_LIBRARY)
+_OPERATORS = {name: getattr(torch.ops.attndsl, name).default for name in ("forward", "backward")}
+for _name, _kernel, _function in (
+    ("forward", _forward, _Forward), ("backward", _backward, _Backward),
+):  # fmt: skip
+    _LIBRARY.impl(_name, _differentiable(_name, _kernel, _function), "Autograd", with_keyset=True)
 tell_counters()

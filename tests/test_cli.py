@@ -614,7 +614,7 @@ def _least_seconds(command):
 
 
 def test_check_is_quick():
-    # It takes 2.5 times what its libraries take to start, on any machine; torch takes 10 times that.
+    # It takes 2.5 times what its libraries take to start, on any machine. torch takes 10 times.
     start = _least_seconds([sys.executable, "-c", "import typer, pydantic, lark, yaml"])
     check = _least_seconds([*_MAIN, "check", str(ROOT / "examples" / "model.yaml")])
     assert check < 4 * start

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "source", "settings", "logs", "after_torch", "reading", "scalars"}),
-    frozenset({"operators"}),
+    frozenset({"operands", "operators"}),
     frozenset({"ir"}),
     frozenset({"frontend", "passes", "serialise", "grammar"}),
     frozenset({"pipeline", "layout"}),
@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"saving"}),
     frozenset({"explain", "picture", "made_up"}),
     frozenset({"compiled"}),
-    frozenset({"analysis", "introspection", "repeated", "serving", "views"}),
+    frozenset({"analysis", "in_graphs", "introspection", "repeated", "serving", "views"}),
     frozenset({"attention"}),
     frozenset({"warming", "comparing"}),
     frozenset({"building"}),

@@ -73,12 +73,16 @@ def as_float(number: Any) -> float:
 
 def autocast(value: Any) -> Any:
     """``value``, in the dtype that autocast asks for where it is a tensor that this is about."""
-    if not isinstance(value, torch.Tensor) or value.dtype not in _CAST:
+    if not isinstance(value, torch.Tensor):
         return value
-    kind = value.device.type
-    if kind not in _AUTOCASTS or not torch.is_autocast_enabled(kind):
-        return value
-    return value.to(torch.get_autocast_dtype(kind))
+    return value.to(autocast_dtype(value.dtype, value.device.type))
+
+
+def autocast_dtype(dtype: torch.dtype, kind: str) -> torch.dtype:
+    """The dtype that autocast asks for where a tensor on a ``kind`` of device has ``dtype``."""
+    if dtype not in _CAST or kind not in _AUTOCASTS or not torch.is_autocast_enabled(kind):
+        return dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attndsl.backends.base import Backend, Call, Form
+    from attndsl.backends.memory_order import MemoryOrder
     from attndsl.pipeline import Lowered
 
 
@@ -157,14 +158,20 @@ def _readable(call: Call) -> Call:
     return call._replace(q=q, k=k, v=v, signature=None)
 
 
-def settled(call: Call, backward: Backward, windows: bool = False) -> Backward:
+def settled(
+    call: Call, backward: Backward, order: MemoryOrder | None = None, windows: bool = False
+) -> Backward:
     """The results of ``call`` and their gradients as backends take them: as forwards leave them.
 
-    With ``windows`` the output may be some rows of such a one.
+    Args:
+        call: The call.
+        backward: The results as given.
+        order: The output's, if it is known.
+        windows: Whether the output may be some rows of such a one.
     """
     out, lse, grad_out, grad_lse, wanted = backward
     out = out.resolve_neg()
-    order = memory_order(call.q, out.shape[3])
+    order = order or memory_order(call.q, out.shape[3])
     if not (windows and is_window(out, order)):
         out = _aligned(out) if out.stride() == order.strides else arranged(out, order)
     lse = _aligned(lse.resolve_neg().contiguous())

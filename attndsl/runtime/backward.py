@@ -209,7 +209,7 @@ def gradients_of_results(
     lse = lse_or_zeros(call, given)
     backward = Backward(given.out, lse, given.grad_out, given.grad_lse, wants)
     with torch.no_grad():
-        own = settled(call, backward, backend.reads_windows)
+        own = settled(call, backward, windows=backend.reads_windows)
         found = backend.backward(lowered, call, own)
     return Gradients(found.q, found.k, found.v, _in_order(call, {**found.tensors, **found.params}))
 

@@ -25,6 +25,12 @@ def is_dtensor(value: object) -> bool:
     return home is not None and isinstance(value, home.DTensor)
 
 
+def is_within_context_parallel() -> bool:
+    """Whether torch's ``context_parallel`` is on."""
+    now = functional.scaled_dot_product_attention
+    return now is not OF_TORCH and str(getattr(now, "__module__", "")).startswith(_HOME)
+
+
 def refuse_context_parallel() -> None:
     """Refuse calls within torch's ``context_parallel``, which shards their rows and keys.
 
@@ -34,8 +40,7 @@ def refuse_context_parallel() -> None:
     Raises:
         UnsupportedError: It is on.
     """
-    now = functional.scaled_dot_product_attention
-    if now is not OF_TORCH and str(getattr(now, "__module__", "")).startswith(_HOME):
+    if is_within_context_parallel():
         raise UnsupportedError(
             "torch's context_parallel has sharded the rows and keys, and it replaces only torch's "
             "own attention: this call would see the keys of one process",

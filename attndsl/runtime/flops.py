@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attndsl.errors import UnsupportedError
-from attndsl.operators import Operands
+from attndsl.operands import Operands
 from attndsl.passes.tiles.sandwich import relaxed
 from attndsl.passes.tiles.sparsity import analyse
 
@@ -56,8 +56,8 @@ def live_share(given: Operands) -> tuple[int, int]:
 
     Both are 1 where everything may be computed, as far as is known without looking at tensors.
     """
-    tensors = [given.q, given.k, given.v, *(given.tensors or ())]
-    offsets, whole = (given.q_offset, given.kv_offset), tuple(given.whole or ())
+    tensors = [given.q, given.k, given.v, *(given.tensors)]
+    offsets, whole = (given.q_offset, given.kv_offset), tuple(given.whole)
     # Positions in tensors, and numbers that are others in each run of a graph.
     if given.q_origin is not None or given.kv_origin is not None or given.varying is not None:
         return _ALL
@@ -65,8 +65,8 @@ def live_share(given: Operands) -> tuple[int, int]:
         given.spec,
         tuple(tuple(x.shape) for x in tensors),
         tuple(given.is_given),
-        (*(given.ints or ()), *given.floats),
-        len(given.ints or ()),
+        (*(given.ints), *given.floats),
+        len(given.ints),
         offsets,
         whole,
         given.kv_lengths is not None,
@@ -84,7 +84,7 @@ def _share(asked: _Asked) -> tuple[int, int]:
     if program.mask is None:
         return _ALL
     given = _stand_in(asked)
-    captures = dict(zip((d.name for d in program.tensors), given.tensors or (), strict=True))
+    captures = dict(zip((d.name for d in program.tensors), given.tensors, strict=True))
     params = params_of(program, given, iter(given.floats))
     call = call_of(
         program, (given.q, given.k, given.v), (captures, params), location_of(given), CallOptions()
@@ -127,7 +127,7 @@ def _stand_in(asked: _Asked) -> Operands:
         "floats": list(asked.numbers[asked.ints :]),
         "q_offset": asked.offsets[0],
         "kv_offset": asked.offsets[1],
-        "whole": list(asked.whole) or None,
+        "whole": list(asked.whole),
         "kv_lengths": torch.zeros(batch, dtype=torch.int32) if asked.has_lengths else None,
     }
     return Operands(**fields)

@@ -6,16 +6,21 @@ Apart from eager calls, since it needs parts of torch that take seconds to impor
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor, strided
 from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from attndsl.backends.base import Backward
 from attndsl.errors import UnsupportedError
+from attndsl.operands import packed
 
+from .arguments import autocast_dtype
 from .backward import Gradients, lse_or_zeros, with_out_of
-from .distributed import refuse_context_parallel
+from .bind import bind
+from .distributed import is_within_context_parallel, refuse_context_parallel
 from .higher import is_transformed
 from .operator import operands, through_operator
 
@@ -23,9 +28,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from attndsl.backends.base import Call, Wants
+    from attndsl.ir import Program
 
     from .backward import Results
+    from .bind import CallOptions
+    from .location import Location
     from .operator import Request
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OPERANDS = 3
+FORWARD = torch.ops.attndsl.forward
+"""The operator of calls."""
 
 
 def attend_in_graph(
@@ -48,8 +61,8 @@ def attend_in_graph(
             "graphs of torch.compile have no tangents and no torch.func transforms of a call",
             hint="take the transform outside of torch.compile",
         )
-    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.attndsl.forward(
-        *operands(request, call, scale, _varying)
+    found: tuple[torch.Tensor, torch.Tensor] = FORWARD(
+        *packed(operands(request, call, scale, _varying))
     )
     return found
 
@@ -84,8 +97,101 @@ def maxima_in_graph(request: Request, call: Call, scale: float | None) -> torch.
         (B, Hq, Lq), fp32 (fp64 for fp64).
     """
     given = operands(request, call, scale, _varying)
-    found: torch.Tensor = torch.ops.attndsl.row_maxima(*given)
+    found: torch.Tensor = torch.ops.attndsl.row_maxima(*packed(given))
     return found
+
+
+def kinds_of_known(
+    tensors: Sequence[Any], options: Sequence[object]
+) -> list[tuple[Any, ...]] | None:
+    """Class, shape, strides, dtype and device of each tensor, if that and all options are known.
+
+    Sizes and numbers may be left open where a graph is made.
+
+    Args:
+        tensors: q, k, v and the captures.
+        options: The call's.
+
+    Returns:
+        None if something else than tensors is among ``tensors`` or something else than numbers is
+        among ``options``, or if one of them is open.
+    """
+    numbers = []
+    for x in options:
+        if x is not None:
+            if not isinstance(x, int | float):
+                return None
+            numbers.append(x)
+    kinds = []
+    for x in tensors:
+        if not isinstance(x, Tensor) or x.layout is not strided:
+            return None
+        numbers += [*x.shape, *x.stride()]
+        kinds.append((type(x), x.shape, x.stride(), x.dtype, x.device))
+    for x in numbers:
+        if not has_static_value(x):
+            return None
+    return kinds
+
+
+class Known(NamedTuple):
+    """What is known of a call while a graph is made."""
+
+    kinds: Sequence[tuple[Any, ...]]
+    """Class, shape, strides, dtype and device of q, k, v and each captured tensor."""
+    names: Sequence[str]
+    """Of the captured tensors."""
+    location: Location
+    options: CallOptions
+    has_lse: bool
+    """Whether lse is asked for."""
+
+
+def stand_ins(known: Known) -> list[torch.Tensor] | None:
+    """Tensors of these kinds without elements, as autocast has them; None if one is special."""
+    made = []
+    for place, (own, shape, stride, dtype, device) in enumerate(known.kinds):
+        if own not in _PLAIN or device != known.kinds[0][4]:
+            return None
+        taken = autocast_dtype(dtype, device.type) if place < _OPERANDS else dtype
+        made.append(torch.empty_strided(shape, stride, dtype=taken, device="meta"))
+    return made
+
+
+def arguments_of(
+    request: Request, program: Program, tensors: Sequence[torch.Tensor], known: Known
+) -> tuple[object, ...] | None:
+    """The operator's arguments for a call, as constants of its graph.
+
+    Dynamo follows the checks of a call otherwise, and leaves a guard for each name and function
+    that it meets: 203, which each call of the graph looks at. See M53 in docs/measured.md.
+
+    Args:
+        request: The program.
+        program: The same.
+        tensors: What :func:`stand_ins` made.
+        known: The call.
+
+    Returns:
+        dtypes of q, k and v, names of the captures in the operator's order, ``what``, ints and
+        floats; None for a call of which more is to be done, which is followed then.
+
+    Raises:
+        AttnDSLError: As of the call.
+    """
+    if program.dropout is not None or (known.has_lse and program.weights is not None):
+        return None
+    if _is_transformed_now() or is_within_context_parallel():
+        return None
+    q, k, v, *rest = tensors
+    captures = dict(zip(known.names, rest, strict=True))
+    call = bind(program, (q, k, v), captures, known.location, known.options)
+    made = packed(operands(request, call, known.options.scale))
+    names = tuple([decl.name for decl in program.tensors])
+    as_given = [q, k, v, *[captures[name] for name in names]]
+    if [id(x) for x in made.tensors] != [id(x) for x in as_given]:
+        return None  # Something is copied, narrowed or left out.
+    return (q.dtype, k.dtype, v.dtype), names, made.what, tuple(made.ints), tuple(made.floats)
 
 
 class Kept:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Backend
+from attndsl.operands import packed
 from attndsl.operators import tell_counters
 
 from .higher import is_transformed
@@ -77,7 +78,7 @@ class ThroughOperators(Backend):
         with torch.no_grad():  # Derivatives are those of the call, not of the operator.
             call = self._given(call)
             found: tuple[torch.Tensor, torch.Tensor] = torch.ops.attndsl.forward(
-                *operands(self._request, call, call.scale)
+                *packed(operands(self._request, call, call.scale))
             )
         return found
 

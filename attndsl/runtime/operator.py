@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd import profiler
 
-from attndsl.backends.base import Backward, Gradients, Signature, Wants
+from attndsl.backends.base import Backward, Call, Gradients, Signature, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
+from attndsl.backends.memory_order import MemoryOrder, memory_order
 from attndsl.ir import DType
 from attndsl.logs import LOG
-from attndsl.operators import Operands, tell_counters
+from attndsl.operands import (
+    Gradient,
+    Operands,
+    asked_of,
+    heading,
+    of_gradients,
+    packed,
+    parts_of_gradients,
+    unpacked,
+)
+from attndsl.operators import tell_counters
 
 from .autograd import settled
 from .bind import CallOptions, call_of
 from .dispatch import backend_of, kept_of, tell_choice
+from .distributed import refuse_context_parallel
 from .location import WHOLE, Location, is_by_entry
 from .maxima import row_maxima
 from .parts import localised
@@ -29,7 +43,7 @@ from .values import check_values
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attndsl.backends.base import Call, Part
+    from attndsl.backends.base import Part
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
@@ -92,7 +106,7 @@ def operands(
         deterministic=call.deterministic,
         drawn=positions.get("seed"),
         wide=call.wide,
-        whole=None if call.part is None else _whole(call, call.part),
+        whole=() if call.part is None else _whole(call, call.part),
         kv_lengths=positions.get("kv_lengths"),
     )
 
@@ -147,7 +161,7 @@ def location_of(given: Operands) -> Location:
 
 def params_of(program: Program, given: Operands, floats: Iterator[float]) -> dict[str, Any]:
     """The params by name; takes those that are floats from ``floats``."""
-    tensors, ints = iter(given.given or ()), iter(given.ints or ())
+    tensors, ints = iter(given.given), iter(given.ints)
     params: dict[str, Any] = {}
     for decl, is_tensor in zip(program.params, given.is_given, strict=True):
         if is_tensor:
@@ -163,63 +177,62 @@ class Known(NamedTuple):
     """What is known of all calls that are like one."""
 
     lowered: Lowered
-    template: Call
-    """Without tensors."""
+    call: Call
+    """As a template, without tensors."""
     backend: Any
+    order: MemoryOrder
+    """Of the output."""
 
 
-def _key_of(given: Operands) -> tuple[object, ...] | None:
+def _key_of(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[object, ...] | None:
     """What a call is known by; None of one whose values or positions are looked at each time."""
-    origins = given.q_origin, given.kv_origin, given.drawn, given.varying, given.kv_lengths
-    if (
-        given.checked or given.whole or given.given or given.q_offset or given.kv_offset
-        or any(origin is not None for origin in origins)
-    ):  # fmt: skip
+    if not heading(what).plain or ints[0] or ints[1]:
         return None
-    q, k, v = given.q, given.k, given.v
     return (
-        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(),
         # 0.0 and -0.0 are equal, and not the same.
-        given.deterministic, given.wide, *(given.ints or ()), *[x.hex() for x in given.floats],
-        *[(x.shape, x.stride(), x.dtype) for x in given.tensors or ()],
+        what, tensors[0].device, *ints, *[x.hex() for x in floats],
+        *[(x.shape, x.stride(), x.dtype) for x in tensors],
     )  # fmt: skip
 
 
-def _call(given: Operands) -> tuple[Lowered, Call, Any]:
+def _call(tensors: Any, what: str, ints: Any, floats: Any) -> Known:
     """The program of a call, the call, and what runs it.
 
     Graphs make the same calls again and again. What follows from shapes and numbers is found out
     once.
     """
     # Whoever listens is told what runs a call.
-    key = None if LOG.isEnabledFor(logging.INFO) else _key_of(given)
+    key = None if LOG.isEnabledFor(logging.INFO) else _key_of(tensors, what, ints, floats)
     if key is None:
-        return _found_out(given)
-    kept = kept_of(given.spec, given.backend)
+        return _found_out(unpacked(tensors, what, ints, floats))
+    head = heading(what)
+    kept = kept_of(head.spec, head.backend)
     known: Known | None = kept.get(key)
-    if known is None:
-        lowered, call, backend = _found_out(given)
-        if lowered.program.dropout is not None:
-            return lowered, call, backend
-        call = call._replace(signature=Signature(name_of(given.spec)))
+    q, k, v, *captures = tensors
+    if known is not None:
+        names = [decl.name for decl in known.lowered.program.tensors] if captures else ()
+        named = dict(zip(names, captures, strict=True))
+        # To name the fields that stay takes two microseconds less than _replace.
+        _, _, _, scale, sizes, _, *rest = known.call
+        return known._replace(call=Call(q, k, v, scale, sizes, named, *rest))
+    found = _found_out(unpacked(tensors, what, ints, floats))
+    if found.lowered.program.dropout is None:
+        call = found.call._replace(signature=Signature(name_of(head.spec)))
         if len(kept) >= _MOST_KEPT:
             kept.clear()
-        empty = torch.empty(0, dtype=given.q.dtype, device=given.q.device)
+        empty = torch.empty(0, dtype=q.dtype, device=q.device)
         template = call._replace(q=empty, k=empty, v=empty, tensors={})
-        kept[key] = Known(lowered, template, backend)
-        return lowered, call, backend
-    names = (decl.name for decl in known.lowered.program.tensors)
-    tensors = dict(zip(names, given.tensors or (), strict=True))
-    call = known.template._replace(q=given.q, k=given.k, v=given.v, tensors=tensors)
-    return known.lowered, call, known.backend
+        found = found._replace(call=call)
+        kept[key] = found._replace(call=template)
+    return found
 
 
-def _found_out(given: Operands) -> tuple[Lowered, Call, Any]:
+def _found_out(given: Operands) -> Known:
     lowered = lowered_program(given.spec)
     program, q = lowered.program, given.q
     floats = iter(given.floats if given.varying is None else given.varying.tolist())
     params = params_of(program, given, floats)
-    captures = dict(zip((d.name for d in program.tensors), given.tensors or (), strict=True))
+    captures = dict(zip((d.name for d in program.tensors), given.tensors, strict=True))
     seed = given.seed if given.drawn is None else seed_argument(given.drawn)
     options = CallOptions(next(floats, None), seed, given.deterministic)
     call = call_of(program, (q, given.k, given.v), (captures, params), location_of(given), options)
@@ -235,7 +248,7 @@ def _found_out(given: Operands) -> tuple[Lowered, Call, Any]:
     chosen.check(lowered, call)
     if LOG.isEnabledFor(logging.INFO):
         tell_choice(name_of(given.spec), call, chosen, reason)
-    return lowered, call, chosen
+    return Known(lowered, call, chosen, memory_order(q, given.v.shape[3]))
 
 
 def through_operator(given: Operands, call: Call, backward: Backward) -> Gradients:
@@ -250,7 +263,9 @@ def through_operator(given: Operands, call: Call, backward: Backward) -> Gradien
     params = [name for name, x in call.params.items() if isinstance(x, torch.Tensor)]
     asked = [wanted.q, wanted.k, wanted.v, *(name in wanted.tensors for name in call.tensors)]
     asked += [name in wanted.params for name in params]
-    parts = torch.ops.attndsl.backward(*results, asked, wanted.wide, wanted.partial, *given)
+    tensors = [x for x in results if x is not None]
+    how = Gradient(asked, wanted.wide, wanted.partial, has_lse=results[3] is not None)
+    parts = torch.ops.attndsl.backward(*of_gradients(packed(given), tensors, how))
     q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
     count = len(call.tensors)
     tensors, numbers = zip(call.tensors, rest, strict=False), zip(params, rest[count:], strict=True)
@@ -263,51 +278,35 @@ def through_operator(given: Operands, call: Call, backward: Backward) -> Gradien
     )
 
 
-def run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(
+    tensors: Any, what: str, ints: Any, floats: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``attndsl::forward``."""
     tell_counters()
-    given = Operands(*args)
-    lowered, call, backend = _call(given)
-    with torch.no_grad(), event_of_operator(given.spec):
+    refuse_context_parallel()
+    lowered, call, backend, _ = _call(tensors, what, ints, floats)
+    if profiler._is_profiler_enabled or torch.is_grad_enabled():
+        with torch.no_grad(), event_of_operator(heading(what).spec):
+            out, lse = backend.forward(lowered, call)
+    else:  # As in graphs, where contexts would take 3 of the 20 us that a call takes here.
         out, lse = backend.forward(lowered, call)
     return out, lse.contiguous()
 
 
-def run_row_maxima(*args: Any) -> torch.Tensor:
+def run_row_maxima(tensors: Any, what: str, ints: Any, floats: Any) -> torch.Tensor:
     """``attndsl::row_maxima``."""
-    lowered, call, _ = _call(Operands(*args))
+    lowered, call, *_ = _call(tensors, what, ints, floats)
     return row_maxima(lowered, call)
 
 
-def run_backward(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    wants: list[bool],
-    wide: bool,
-    partial: bool,
-    *args: Any,
-) -> list[torch.Tensor]:
+def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.Tensor]:
     """``attndsl::backward``."""
-    spec = Operands(*args).spec
-    lowered, call, backend = _call(Operands(*args))
-    # A part's program has captures of its own behind the others, which have no gradients.
-    program = lowered_program(spec).program
-    given = [d.name for d in program.params if isinstance(call.params[d.name], torch.Tensor)]
-    names = [*(decl.name for decl in program.tensors), *given]
-    wanted = {name for name, want in zip(names, wants[3:], strict=True) if want}
-    asked = Wants(
-        q=wants[0],
-        k=wants[1],
-        v=wants[2],
-        tensors=frozenset(wanted & set(call.tensors)),
-        params=frozenset(wanted & set(call.params)),
-        wide=wide,
-        partial=partial,
-    )
-    results = settled(call, Backward(out, lse, grad_out, grad_lse, asked))
-    with event_of_operator(spec, BACKWARD):
+    (out, lse, grad_out, *others), _, inputs, of_call = parts_of_gradients(tensors, what)
+    lowered, call, backend, order = _call(inputs, of_call, ints, floats)
+    names, asked = _asked(what, tuple(call.tensors), tuple(call.params))
+    given = Backward(out, lse, grad_out, others[0] if others else None, asked)
+    results = settled(call, given, order)
+    with event_of_operator(heading(of_call).spec, BACKWARD):
         found = backend.backward(lowered, call, results)
     captures = {**found.tensors, **found.params}
     gradients = [found.q, found.k, found.v]
@@ -315,3 +314,32 @@ def run_backward(
         of_capture = captures.get(name)
         gradients.append(None if of_capture is None else of_capture.contiguous())
     return [torch.empty(0, device=call.q.device) if g is None else g for g in gradients]
+
+
+@lru_cache(maxsize=1024)
+def _asked(what: str, tensors: tuple[str, ...], params: tuple[str, ...]) -> tuple[list[str], Wants]:
+    """The names of captures that may have gradients, in their order, and which are wanted.
+
+    A part's program has captures of its own behind the others, which have no gradients.
+
+    Args:
+        what: Of ``attndsl::backward``.
+        tensors: Names of the captured tensors that the backend has.
+        params: The same of params.
+    """
+    asked, of_call = asked_of(what)
+    head = heading(of_call)
+    program = lowered_program(head.spec).program
+    given = [decl.name for decl, on in zip(program.params, head.is_given, strict=True) if on]
+    names = [*(decl.name for decl in program.tensors), *given]
+    wants = asked.wants
+    wanted = {name for name, want in zip(names, wants[3:], strict=True) if want}
+    return names, Wants(
+        q=wants[0],
+        k=wants[1],
+        v=wants[2],
+        tensors=frozenset(wanted & set(tensors)),
+        params=frozenset(wanted & set(params)),
+        wide=asked.wide,
+        partial=asked.partial,
+    )

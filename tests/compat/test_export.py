@@ -16,6 +16,7 @@ import attndsl
 from attndsl import scaled_dot_product_attention
 from attndsl.errors import ShapeError, UnsupportedError
 from attndsl.flex import create_block_mask, flex_attention
+from attndsl.operands import Operands, packed
 
 ALIBI = attndsl.compile(
     "tensor slope[heads]: float; param near: int; param gain: float\n"
@@ -287,13 +288,13 @@ def test_tensors_without_elements_have_weights_and_all_derivatives():
     assert (out.shape, weights.shape) == ((3, 5, 8), (3, 5, 5))
 
 
-def test_operators_take_none_for_empty_lists():
+def test_no_operator_has_an_empty_list_of_tensors_or_ints():
+    """Packages of AOTInductor would give None for it."""
     x = torch.randn(1, 2, 5, 4)
-    spec = attndsl.compile("causal()")._spec
-    out, _ = torch.ops.attndsl.forward(
-        spec, "auto", False, x, x, x, None, None, [], None, [], None, 0, 0, None, None, 0, False,
-        None, False, None, None,
-    )  # fmt: skip
+    given = packed(Operands(attndsl.compile("causal()")._spec, "auto", False, x, x, x))
+    assert given.tensors
+    assert given.ints
+    out, _ = torch.ops.attndsl.forward(*given)
     torch.testing.assert_close(out, attndsl.compile("causal()")(x, x, x))
 
 

@@ -11,6 +11,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import attndsl
+from attndsl.operands import Operands, packed, unpacked
 
 TEXT = """
 tensor gain[heads]: float
@@ -94,7 +95,7 @@ def test_forward_and_backward(recorder, layout):
     forward, backward = recorder.calls
     assert forward[0] is torch.ops.attndsl.forward.default
     assert backward[0] is torch.ops.attndsl.backward.default
-    assert any(x.requires_grad for x in forward[1][3:6])
+    assert any(x.requires_grad for x in forward[1][0][:3])
     opcheck(forward[0], _leaves(forward[1], learned=True))
     # Operators have no second derivatives.
     opcheck(backward[0], _leaves(backward[1], learned=False))
@@ -177,3 +178,48 @@ def test_importing_attndsl_makes_the_operators_known():
         "assert torch.__spec__.loader is torch.__loader__\n"
     )
     subprocess.run([sys.executable, "-P", "-c", script], check=True, timeout=120)
+
+
+def test_operators_take_negative_views():
+    """Kernels read memory, where such a view has the other sign."""
+    attention = attndsl.compile("mask = causal()")
+    x = torch.randn(1, 2, 5, 4)
+    view = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert view.is_neg()
+    torch.testing.assert_close(view, x)
+    given = packed(Operands(attention._spec, "cpu", False, view, view, view))
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            out, _ = torch.ops.attndsl.forward(*given)
+            torch.testing.assert_close(out, attention(x, x, x))
+    leaves = [view.detach().requires_grad_() for _ in range(3)]
+    given = packed(Operands(attention._spec, "cpu", False, *leaves))
+    out, lse = torch.ops.attndsl.forward(*given)
+    grads = torch.autograd.grad(out.sum() + lse.sum(), leaves)
+    own = [x.clone().requires_grad_() for _ in range(3)]
+    out, lse = attention(*own, return_lse=True)
+    for found, wanted in zip(grads, torch.autograd.grad(out.sum() + lse.sum(), own), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_every_operand_comes_back():
+    """From the arguments that stand for it."""
+    q, k, v, a, b, c, d, e, f, g = torch.randn(10, 2)
+    given = Operands(
+        '{"text": "a\\nb"}', "cpu", True, q, k, v, [a, b], [c], [False, True, False], [4, 1],
+        [0.5, -0.0], d, 3, 5, e, f, 7, True, g, True, [8, -1, 2, 2, 3, 0, 1, 0, 1], a,
+    )  # fmt: skip
+    found = unpacked(*packed(given))
+    assert found._asdict().keys() == given._asdict().keys()
+    for name, wanted in given._asdict().items():
+        own = getattr(found, name)
+        if isinstance(wanted, torch.Tensor):
+            assert own is wanted, name
+        elif name in ("tensors", "given"):
+            assert [id(x) for x in own] == [id(x) for x in wanted], name
+        else:
+            plain = list(own) if isinstance(wanted, list) else own
+            assert repr(plain) == repr(wanted), name
+    few = Operands("spec", "auto", False, q, k, v)
+    assert unpacked(*packed(few))[:3] == few[:3]
+    assert unpacked(*packed(few))[6:] == ([], [], (), [], [], *few[11:20], [], None)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import (
 )
 
 import attndsl
+from attndsl.operands import Operands, packed
 
 SIZED = attndsl.compile("""
 tensor slope[heads]: float
@@ -106,11 +107,12 @@ def test_whole_tensors_in_operators():
     """A graph narrows tensors before the operator; others may give them whole."""
     leaves = _leaves()
     q, k, v, slope, bias = (x.detach() for x in leaves)
-    found, _ = torch.ops.attndsl.forward(
-        SIZED._spec, "cpu", False, q[:, 4:, 10:].sin(), k[:, 2:], v[:, 2:], [slope, bias], [], [],
-        None, [], None, 10, 0, None, None, 5, False, None, False,
-        [32, -1, 8, 4, 2, 4, 0, 0, 0], None,
+    operands = q[:, 4:, 10:].sin(), k[:, 2:], v[:, 2:]
+    given = Operands(
+        SIZED._spec, "cpu", False, *operands, [slope, bias], q_offset=10, seed=5,
+        whole=[32, -1, 8, 4, 2, 4, 0, 0, 0],
     )  # fmt: skip
+    found, _ = torch.ops.attndsl.forward(*packed(given))
     torch.testing.assert_close(found, _rows(*leaves).detach())
 
 

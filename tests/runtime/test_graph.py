@@ -75,3 +75,151 @@ def test_what_follows_from_shapes_is_found_out_once(monkeypatch):
         for x, y in zip(grads, own, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     assert counts == [1, 0, 1, 1, 1, 1, 0]
+
+
+CONSTANTS = {
+    "options": ("mask = causal()", {}, {"scale": 0.3, "q_offset": 2, "kv_offset": 1}),
+    "a part": (
+        "mask = causal()\nscore = score + 0.1 * h", {},
+        {"q_len": 12, "kv_len": 9, "heads": 4, "kv_heads": 4, "h_offset": 2},
+    ),
+    "a size of 1": (
+        "tensor bias[heads, q_len, kv_len]: float\nscore = score + bias[h, q, kv]",
+        {"bias": torch.randn(1, 8, 8)}, {},
+    ),
+    "left out": ("tensor near[heads]: int = none\nmask = q - kv < near[h]", {}, {}),
+    "none": ("tensor near[heads]: int = none\nmask = q - kv < near[h]", {"near": None}, {}),
+    "given in another order": (
+        "tensor a[heads]: float\ntensor ends[batch]: int\n"
+        "score = score * a[h]\nmask = kv < ends[b]",
+        {"ends": torch.tensor([3, 8]), "a": torch.rand(2)}, {},
+    ),
+}  # fmt: skip
+"""Calls of which a graph knows all but the elements of tensors."""
+
+
+def _followed(monkeypatch):
+    """The calls that Dynamo follows to their end, as they come."""
+    from attndsl.runtime import graph
+
+    asked = []
+    real = graph.arguments_of
+    monkeypatch.setattr(graph, "arguments_of", lambda *x: asked.append(real(*x)) or asked[-1])
+    return asked
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_of_a_call_are_not_followed(name, monkeypatch):
+    text, captures, options = CONSTANTS[name]
+    attention, asked = attndsl.compile(text), _followed(monkeypatch)
+    torch._dynamo.reset()
+    leaves = [torch.randn(2, 2, 8, 4, requires_grad=True) for _ in range(3)]
+
+    def run(call):
+        out, lse = call(*leaves, return_lse=True, captures=captures, **options)
+        return out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)
+
+    compiled = torch.compile(
+        lambda *x, **options: attention(*x, **options), fullgraph=True, backend="aot_eager"
+    )
+    for found, wanted in zip(run(compiled), run(attention), strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert len(asked) == 1
+    assert asked[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "options"),
+    [
+        ("mask = causal()", lambda x: x.mT.contiguous().mT, {}),
+        ("weights = dropout(softmax(score), 0.3)", None, {"seed": 3}),
+        ("param near: int\nmask = q - kv < near", None, {"near": 3}),
+        ("mask = causal()", None, {"q_index": torch.arange(8)}),
+    ],
+    ids=["last stride", "dropout", "param", "positions"],
+)
+def test_other_calls_are_followed(text, change, options, monkeypatch):
+    attention, asked = attndsl.compile(text), _followed(monkeypatch)
+    torch._dynamo.reset()
+    x = torch.randn(2, 2, 8, 4)
+    x = x if change is None else change(x)
+    compiled = torch.compile(
+        lambda x: attention(x, x, x, **options), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(x), attention(x, x, x, **options))
+    assert [y for y in asked if y is not None] == []
+
+
+def test_a_graph_is_for_one_program_and_backend():
+    """What a program's constants depend on is guarded."""
+    torch._dynamo.reset()
+    x = torch.randn(1, 2, 6, 4)
+
+    def call(attention, x):
+        return attention(x, x, x)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    programs = [
+        attndsl.compile("mask = causal()"), attndsl.compile("score = 2 * score"),
+        attndsl.compile("mask = causal()", backend="reference"),
+        attndsl.compile("mask = causal()", checked=True),
+    ]  # fmt: skip
+    for _ in range(2):
+        for attention in programs:
+            torch.testing.assert_close(compiled(attention, x), attention(x, x, x))
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(call.__code__)
+    assert len(entries) == len(programs)
+
+
+def test_constants_know_the_autocast_and_determinism_of_now():
+    attention = attndsl.compile("mask = causal()")
+    torch._dynamo.reset()
+    x = torch.randn(1, 2, 6, 4)
+    compiled = torch.compile(
+        lambda x: attention(x, x, x), fullgraph=True, backend="aot_eager", dynamic=False
+    )
+    for kind in (torch.bfloat16, torch.float16):
+        assert compiled(x).dtype is torch.float32
+        with torch.autocast("cpu", kind):
+            assert compiled(x).dtype is kind
+            torch.testing.assert_close(compiled(x), attention(x, x, x))
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(node.args[1] for node in graph.graph.nodes if "attndsl" in str(node.target))
+        return graph
+
+    told = torch.compile(lambda x: attention(x, x, x), fullgraph=True, backend=backend)
+    told(x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        told(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ["deterministic" in what.split("\n")[0] for what in seen] == [False, True]
+
+
+def test_a_graph_made_outside_refuses_the_context_of_sharded_keys(monkeypatch):
+    """No guard of a call of constants looks at what torch's ``context_parallel`` replaces."""
+    attention = attndsl.compile("mask = causal()")
+    torch._dynamo.reset()
+    x = torch.randn(1, 2, 6, 4)
+    compiled = torch.compile(lambda x: attention(x, x, x), fullgraph=True, backend="aot_eager")
+    compiled(x)
+
+    def ring(*args, **options):
+        raise AssertionError
+
+    ring.__module__ = "torch.distributed.tensor.experimental._context_parallel._attention"
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", ring)
+    with pytest.raises(attndsl.AttnDSLError, match="context_parallel"):
+        compiled(x)
+
+
+def test_a_call_leaves_few_guards():
+    """Each is looked at in each call; there were 203 where Dynamo followed the checks."""
+    attention = attndsl.compile("mask = causal()")
+    q, k, v = torch.randn(3, 2, 2, 8, 4)
+    found = torch._dynamo.explain(lambda q, k, v: attention(q, k, v))(q, k, v)
+    assert found.graph_count == 1
+    assert len(found.out_guards) < 80

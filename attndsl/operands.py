@@ -1,0 +1,199 @@
+"""A call as the arguments of torch operators, which are few: torch takes a microsecond for each.
+
+Every operator takes ``(tensors, what, ints, floats)``. ``what`` is a string for all that is
+constant: a line of words, a line with the backend's name, and the program's spec. The operator of
+gradients has one line more before these, and the results before the call's tensors.
+
+Saved graphs hold lists of one type only, and packages of AOTInductor give None for empty lists of
+tensors and of ints: there are always some of both.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+SCHEMA = "Tensor[] tensors, str what, SymInt[] ints, float[] floats"
+"""Arguments of every operator."""
+
+
+class Operands(NamedTuple):
+    """What stands for a call in the operators' arguments."""
+
+    spec: str
+    """The program, see :mod:`attndsl.runtime.programs`."""
+    backend: str
+    """The backend asked for."""
+    checked: bool
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    tensors: Sequence[torch.Tensor] = ()
+    given: Sequence[torch.Tensor] = ()
+    """The params that are tensors."""
+    is_given: Sequence[bool] = ()
+    """Which of the params these are."""
+    ints: Sequence[int] = ()
+    """The other params that are ints or bools."""
+    floats: Sequence[float] = ()
+    """The others that are floats, and behind them the scale, if it is no default."""
+    varying: torch.Tensor | None = None
+    """(n,), fp64, on the CPU: replaces ``floats`` where one of them is another number in each run
+    of a graph."""
+    q_offset: int = 0
+    kv_offset: int = 0
+    q_origin: torch.Tensor | None = None
+    """An index vector, or an offset; replaces ``q_offset``."""
+    kv_origin: torch.Tensor | None = None
+    seed: int = 0
+    deterministic: bool = False
+    drawn: torch.Tensor | None = None
+    """A 0-d seed; replaces ``seed``, which would be one number for all runs of a graph."""
+    wide: bool = False
+    """Whether the output is in fp32."""
+    whole: Sequence[int] = ()
+    """Of which larger call this is a part: its q_len, kv_len (-1 where not given), heads, kv_heads
+    and batch, h_offset, b_offset, and whether each origin is an offset for each batch entry (0 or
+    1); nothing for calls that are no parts."""
+    kv_lengths: torch.Tensor | None = None
+
+
+class Arguments(NamedTuple):
+    """The arguments of an operator."""
+
+    tensors: list[torch.Tensor]
+    what: str
+    ints: list[int]
+    floats: list[float]
+
+
+class Gradient(NamedTuple):
+    """What is asked of the operator of gradients."""
+
+    wants: Sequence[bool]
+    """For q, k, v, captured tensors and params that are tensors."""
+    wide: bool = False
+    """Whether dQ, dK and dV are in fp32."""
+    partial: bool = False
+    """Whether others add more to them."""
+    has_lse: bool = False
+    """Whether lse has a gradient too."""
+
+    @property
+    def results(self) -> int:
+        """Tensors before the call's: out, lse, and their gradients."""
+        return 4 if self.has_lse else 3
+
+
+class Heading(NamedTuple):
+    """What ``what`` says of a call."""
+
+    spec: str
+    backend: str
+    checked: bool
+    deterministic: bool
+    wide: bool
+    tensors: int
+    """How many."""
+    is_given: tuple[bool, ...]
+    positions: tuple[str, ...]
+    """Which of the tensors that tell numbers there are."""
+    is_part: bool
+
+    @property
+    def inputs(self) -> int:
+        """How many tensors may have gradients: q, k, v, captured tensors, params."""
+        return 3 + self.tensors + sum(self.is_given)
+
+    @property
+    def plain(self) -> bool:
+        """Whether no value of a tensor is looked at, so that shapes and numbers say everything."""
+        return not (self.checked or self.positions or self.is_part or any(self.is_given))
+
+
+POSITIONS = ("varying", "q_origin", "kv_origin", "drawn", "kv_lengths")
+"""Operands that are single tensors, beside q, k and v."""
+_WHOLE = 9
+"""Numbers of ``whole``."""
+
+
+def packed(given: Operands) -> Arguments:
+    """The operator's arguments for a call."""
+    given_bits = "".join(["1" if x else "0" for x in given.is_given])
+    flags = [("checked", given.checked), ("deterministic", given.deterministic)]
+    flags += [("wide", given.wide), ("part", len(given.whole) > 0)]
+    tensors = (given.varying, given.q_origin, given.kv_origin, given.drawn, given.kv_lengths)
+    positions = [(name, x) for name, x in zip(POSITIONS, tensors, strict=True) if x is not None]
+    words = [f"tensors={len(given.tensors)}", f"given={given_bits}"]
+    words += [name for name, is_on in flags if is_on] + [name for name, _ in positions]
+    return Arguments(
+        [given.q, given.k, given.v, *given.tensors, *given.given, *[x for _, x in positions]],
+        " ".join(words) + "\n" + given.backend + "\n" + given.spec,
+        [given.q_offset, given.kv_offset, given.seed, *given.whole, *given.ints],
+        [*given.floats],
+    )
+
+
+def unpacked(tensors: Any, what: str, ints: Any, floats: Any) -> Operands:
+    """The call that :func:`packed` made arguments of."""
+    head = heading(what)
+    q, k, v, *rest = tensors
+    second = head.inputs - 3
+    q_offset, kv_offset, seed, *numbers = ints
+    after = _WHOLE if head.is_part else 0
+    return Operands(
+        head.spec, head.backend, head.checked, q, k, v, rest[: head.tensors],
+        rest[head.tensors : second], head.is_given, numbers[after:], floats,
+        q_offset=q_offset, kv_offset=kv_offset, seed=seed, deterministic=head.deterministic,
+        wide=head.wide, whole=numbers[:after],
+        **dict(zip(head.positions, rest[second:], strict=True)),
+    )  # fmt: skip
+
+
+def of_gradients(given: Arguments, results: Sequence[torch.Tensor], asked: Gradient) -> Arguments:
+    """The arguments for a call's gradients.
+
+    Args:
+        given: Those for the call.
+        results: out, lse, the gradient of out, and that of lse where it has one.
+        asked: What is asked.
+    """
+    wants = "".join(["1" if want else "0" for want in asked.wants])
+    flags = ("wide", asked.wide), ("partial", asked.partial), ("lse", asked.has_lse)
+    line = " ".join([f"wants={wants}", *[name for name, is_on in flags if is_on]])
+    return given._replace(tensors=[*results, *given.tensors], what=f"{line}\n{given.what}")
+
+
+def parts_of_gradients(
+    tensors: list[torch.Tensor], what: str
+) -> tuple[list[torch.Tensor], Gradient, list[torch.Tensor], str]:
+    """The results, what is asked of gradients, and the call's tensors and ``what``."""
+    asked, rest = asked_of(what)
+    return tensors[: asked.results], asked, tensors[asked.results :], rest
+
+
+@lru_cache(maxsize=4096)
+def asked_of(what: str) -> tuple[Gradient, str]:
+    """What is asked of gradients, and the call's ``what``."""
+    line, rest = what.split("\n", 1)
+    (wants, *flags) = line.split(" ")
+    chosen = [bit == "1" for bit in wants.removeprefix("wants=")]
+    return Gradient(chosen, "wide" in flags, "partial" in flags, "lse" in flags), rest
+
+
+@lru_cache(maxsize=4096)
+def heading(what: str) -> Heading:
+    """What the string of a call says."""
+    line, backend, spec = what.split("\n", 2)
+    words = line.split(" ")
+    values = dict(word.split("=") for word in words if "=" in word)
+    return Heading(
+        spec, backend, "checked" in words, "deterministic" in words, "wide" in words,
+        int(values["tensors"]), tuple([bit == "1" for bit in values["given"]]),
+        tuple([name for name in POSITIONS if name in words]), "part" in words,
+    )  # fmt: skip
