@@ -176,6 +176,14 @@ def _calls(rows: Rows) -> str:
     return f"a call takes {min(found):.0f} to {max(found):.0f} us of host time"
 
 
+def _in_graphs(rows: Rows) -> str:
+    found = [row["above_us"] for row in rows if row["attention"] == "attndsl"]
+    return (
+        f"a layer's forward and backward take {min(found):.0f} to {max(found):.0f} us of host time "
+        "more than with SDPA"
+    )
+
+
 def _on_cpus(rows: Rows) -> str:
     parts = {name: [r["speedup"] for r in rows if (r["case"] == "causal") == plain]
              for name, plain in (("causal", True), ("other masks and scores", False))}  # fmt: skip
@@ -261,6 +269,9 @@ QUESTIONS = (
     Question("Lists of data masks that are kept", "lists", OTHER_FILES, _lists),
     Question("Tiles of a mask of 1048576 rows", "sparsity", OTHER_FILES, _plans),
     Question("A call without its kernel, in Python", "call_overhead", OTHER_FILES, _calls),
+    Question(
+        "A compiled layer without its kernels", "graph_overhead", OTHER_FILES, _in_graphs,
+    ),
     Question("CPUs, beside SDPA", "cpu", OTHER_FILES, _on_cpus),
 )  # fmt: skip
 """In the order of the table."""

@@ -75,6 +75,10 @@ _CALLS = {
     "program": "program", "call_us": "call, us", "with_grad_us": "with grad, us",
     "with_backward_us": "with backward, us",
 }  # fmt: skip
+_IN_GRAPHS = {
+    "model": "model", "attention": "attention", "guards": "guards",
+    "forward_us": "forward, us", "backward_us": "backward, us", "above_us": "above SDPA, us",
+}  # fmt: skip
 _OF_SHORT = "device time of one call in a CUDA graph"
 _SHORT = {
     "name": "shape", "program": "program", "direction": "direction",
@@ -256,6 +260,7 @@ def sections() -> list[str]:
             rows("costs", "programs beside a model of their cost", _COSTS),
             rows("sparsity", "the tiles of masks of 1048576 rows", _TILES),
             rows("call_overhead", "a call without its kernel", _CALLS),
+            rows("graph_overhead", "a compiled layer without its kernels", _IN_GRAPHS),
             rows("cpu", "the CPU backend and SDPA, fp32, 4 heads, head dim 64", _ON_CPUS),
         ),
     ]

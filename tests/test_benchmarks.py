@@ -202,6 +202,16 @@ def test_the_overhead_of_calls_is_measured(tmp_path):
     )
 
 
+def test_the_overhead_of_compiled_layers_is_measured(tmp_path):
+    output = tmp_path / "found.json"
+    done = run_script(FOLDER / "graph_overhead.py", "--quick", "--output", output)
+    assert done.returncode == 0, done.stderr
+    plain, own = json.loads(output.read_text())["rows"]
+    assert (plain["attention"], own["attention"]) == ("sdpa", "attndsl")
+    assert 0 < own["guards"] - plain["guards"] < 60
+    assert min(row[f"{way}_us"] for row in (plain, own) for way in ("forward", "backward")) > 0
+
+
 def test_gradients_are_measured_for_programs_that_have_them(script):
     gradients = script("gradients")
     for name, case in gradients.CASES.items():
