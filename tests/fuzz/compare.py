@@ -18,6 +18,7 @@ import torch
 import attndsl
 from attndsl.errors import AttnDSLError, LimitError, UnsupportedError
 
+from .graphs import InGraph
 from .inputs import arriving, python_call, value_of
 from .oracle import PRECISIONS, Errors, Oracle, Result, Unfit
 from .parts import InParts
@@ -69,6 +70,8 @@ class Place:
     """Whether batch entries have keys of different lengths."""
     served: bool = False
     """Whether they are packed requests over pages."""
+    graphs: bool = False
+    """Whether each call is a graph of torch.compile."""
 
     @property
     def exact(self) -> bool:
@@ -249,6 +252,7 @@ def run(case: Case, place: Place) -> dict[str, torch.Tensor | None]:
         values[name] = values[name].detach().requires_grad_()
     attention = _attention(case, place)
     attend = InParts(attention, case.seed) if place.parts else attention
+    attend = InGraph(attention) if place.graphs else attend
     if case.positions.counts is not None:
         most = _most_queries(case, place)
         attend = Served(attention, case.positions.counts, case.positions.page, most)
@@ -351,6 +355,8 @@ def reproduction(case: Case, place: Place, outcome: Outcome) -> str:
     lines.append(f'attn = attndsl.compile(text, backend="{place.backend}"{bound})')
     if place.parts:  # Beside tests/.
         lines.append(f"from fuzz.parts import InParts; attn = InParts(attn, {case.seed})")
+    if place.graphs:
+        lines.append("from fuzz.graphs import InGraph; attn = InGraph(attn)")
     at = case.positions
     if at.counts is not None:
         most = _most_queries(case, place)

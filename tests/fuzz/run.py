@@ -34,8 +34,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parts", action="store_true", help="calls are cut into parts")
     parser.add_argument("--ragged", action="store_true", help="lengths of each batch entry")
     parser.add_argument("--serve", action="store_true", help="packed requests over pages")
+    parser.add_argument("--graphs", action="store_true", help="calls are graphs of torch.compile")
     parser.add_argument("--operators", action="store_true", help="how often each stands")
     given = parser.parse_args()
+    if given.parts + given.ragged + given.serve + given.graphs > 1:
+        parser.error(
+            "--parts, --ragged, --serve and --graphs are different runs: leave one of them"
+        )
     if "reference" in given.backend.split(",") and {"fp16", "bf16"} & {*given.dtype.split(",")}:
         # Expected results are of scores in fp32.
         parser.error("the reference rounds scores of fp16 and bf16, as eager attention does: "
@@ -74,7 +79,15 @@ def main() -> int:
     seed = random.SystemRandom().randrange(1 << 40) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
     places = tuple(
-        Place(backend, _DTYPES[dtype], given.device, given.parts, given.ragged, given.serve)
+        Place(
+            backend,
+            _DTYPES[dtype],
+            given.device,
+            given.parts,
+            given.ragged,
+            given.serve,
+            given.graphs,
+        )
         for backend in backends
         for dtype in given.dtype.split(",")
     )

@@ -42,6 +42,7 @@ PLACES = [
     (Place("cpu", ragged=True), 50),
     (Place("reference", served=True), 40),
     (Place("cpu", served=True), 60),
+    (Place("cpu", graphs=True), 8),
 ]
 
 
