@@ -51,6 +51,7 @@ def test_transforms_in_a_whole_graph_are_refused(graphs, name):
 # Beside a transform Dynamo tries what it is not made for, and warns of it.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("function", [TRANSFORMS["vmap"], _jvp, _dual], ids=["vmap", "jvp", "dual"])
 @pytest.mark.slow
