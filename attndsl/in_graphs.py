@@ -48,6 +48,10 @@ class InGraphs(Compiled):
         from attndsl.runtime.graph import FORWARD, kinds_of_known  # Imports torch.compile.
 
         given = {name: x for name, x in captures.items() if x is not None}
+        if len(given) < len(captures):
+            for name, x in captures.items():
+                if x is None and name not in self._optional:
+                    return None  # It is refused where it is followed.
         kinds = kinds_of_known([*operands, *given.values()], numbers)
         if kinds is None:
             return None
@@ -75,7 +79,8 @@ class InGraphs(Compiled):
         from attndsl.runtime.graph import Known, arguments_of, stand_ins
 
         scale, seed, deterministic, *place = numbers
-        options = CallOptions(scale, seed or 0, is_deterministic(deterministic), output[0])
+        seed = 0 if seed is None else seed
+        options = CallOptions(scale, seed, is_deterministic(deterministic), output[0])
         known = Known(kinds, names, Location(*place), options, output[1])
         made = stand_ins(known)
         if made is None:

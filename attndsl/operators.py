@@ -10,11 +10,12 @@ them is imported at the first run (:mod:`attndsl.runtime.operator`); this module
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attndsl.errors import UnsupportedError
@@ -106,7 +107,7 @@ def _less(a: int, b: int) -> bool:
     return bool(symbolic.guard_or_false(a < b))
 
 
-class _Forward(torch.autograd.Function):
+class AttnDSLForward(torch.autograd.Function):
     """``attndsl::forward`` with its derivative."""
 
     @staticmethod
@@ -140,14 +141,14 @@ class _Forward(torch.autograd.Function):
         return (*plain, *grads, *[None] * (len(tensors) - len(wants)))
 
 
-class _Backward(torch.autograd.Function):
+class AttnDSLBackward(torch.autograd.Function):
     """``attndsl::backward``, which has no derivative. Without this torch would take it to be 0."""
 
     @staticmethod
     def forward(
         ctx: Any, below: Any, what: str, ints: Any, floats: Any, *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
-        """As of :class:`_Forward`."""
+        """As of :class:`AttnDSLForward`."""
         with _BELOW():
             return tuple(_OPERATORS["backward"].redispatch(below, [*tensors], what, ints, floats))
 
@@ -168,6 +169,32 @@ _HARDWARE = frozenset(
 """Where nothing stands between autograd and what runs a call."""
 
 
+def _refuse_tangents(tensors: Any) -> None:
+    """What runs calls would drop tangents without a word."""
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise UnsupportedError(
+            "operators, as graphs and exported programs call them, have no tangents",
+            hint="call the program itself, outside of graphs, where tangents are wanted",
+        )
+
+
+def _one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    """An operator under ``torch.vmap``: an entry after the other. Programs themselves have more."""
+    tensors, *rest = args
+    found = [
+        operator(
+            [x if dim is None else x.select(dim, entry)
+             for x, dim in zip(tensors, in_dims[0], strict=True)], *rest,
+        )
+        for entry in range(info.batch_size)
+    ]  # fmt: skip
+    if isinstance(found[0], torch.Tensor):
+        return torch.stack(found), 0
+    stacked = [torch.stack(each) for each in zip(*found, strict=True)]
+    places = [0] * len(stacked)
+    return (tuple(stacked), tuple(places)) if type(found[0]) is tuple else (stacked, places)
+
+
 def _differentiable(
     name: str, kernel: Callable[..., Any], function: type[torch.autograd.Function]
 ) -> Callable[..., Any]:
@@ -178,6 +205,8 @@ def _differentiable(
     """
 
     def run(keys: Any, tensors: Any, what: str, ints: Any, floats: Any) -> Any:
+        if forward_ad._current_level >= 0:  # type: ignore[attr-defined]
+            _refuse_tangents(tensors)
         below = keys & _AFTER
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             found = function.apply(below, what, ints, floats, *tensors)
@@ -241,9 +270,11 @@ for _name, _kernel, _fake in (
 ):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attndsl::{_name}", _fake, lib=_LIBRARY)
+    _operator = getattr(torch.ops.attndsl, _name).default
+    torch.library.register_vmap(_operator, partial(_one_by_one, _operator), lib=_LIBRARY)
 _OPERATORS = {name: getattr(torch.ops.attndsl, name).default for name in ("forward", "backward")}
 for _name, _kernel, _function in (
-    ("forward", _forward, _Forward), ("backward", _backward, _Backward),
+    ("forward", _forward, AttnDSLForward), ("backward", _backward, AttnDSLBackward),
 ):  # fmt: skip
     _LIBRARY.impl(_name, _differentiable(_name, _kernel, _function), "Autograd", with_keyset=True)
 tell_counters()

@@ -56,7 +56,7 @@ def live_share(given: Operands) -> tuple[int, int]:
 
     Both are 1 where everything may be computed, as far as is known without looking at tensors.
     """
-    tensors = [given.q, given.k, given.v, *(given.tensors)]
+    tensors = [given.q, given.k, given.v, *given.tensors]
     offsets, whole = (given.q_offset, given.kv_offset), tuple(given.whole)
     # Positions in tensors, and numbers that are others in each run of a graph.
     if given.q_origin is not None or given.kv_origin is not None or given.varying is not None:
@@ -65,7 +65,7 @@ def live_share(given: Operands) -> tuple[int, int]:
         given.spec,
         tuple(tuple(x.shape) for x in tensors),
         tuple(given.is_given),
-        (*(given.ints), *given.floats),
+        (*given.ints, *given.floats),
         len(given.ints),
         offsets,
         whole,

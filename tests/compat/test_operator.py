@@ -223,3 +223,38 @@ def test_every_operand_comes_back():
     few = Operands("spec", "auto", False, q, k, v)
     assert unpacked(*packed(few))[:3] == few[:3]
     assert unpacked(*packed(few))[6:] == ([], [], (), [], [], *few[11:20], [], None)
+
+
+class _Call(torch.nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, q, k, v):
+        return self.attention(q, k, v, return_lse=True)
+
+
+def test_exported_programs_under_vmap():
+    attention = attndsl.compile("mask = causal()\nscore = score + 0.1 * (q - kv)")
+    q, k, v = torch.randn(3, 3, 2, 2, 5, 4)
+    exported = torch.export.export(_Call(attention), (q[0], k[0], v[0])).module()
+    found = torch.vmap(exported, in_dims=(0, None, 1))(q, k[0], v.transpose(0, 1))
+    each = [attention(q[i], k[0], v[i], return_lse=True) for i in range(3)]
+    for own, wanted in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(own, torch.stack(wanted))
+
+
+def test_operators_have_no_tangents():
+    """Torch took them to be zero."""
+    attention = attndsl.compile("mask = causal()")
+    q, k, v = torch.randn(3, 2, 2, 5, 4)
+    exported = torch.export.export(_Call(attention), (q, k, v)).module()
+    words = "have no tangents"
+    with pytest.raises(attndsl.errors.UnsupportedError, match=words):
+        torch.func.jvp(lambda q: exported(q, k, v)[0], (q,), (k,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, k)
+        with pytest.raises(attndsl.errors.UnsupportedError, match=words):
+            exported(dual, k, v)
+        # One that is on and has no part in a call changes nothing.
+        torch.testing.assert_close(exported(q, k, v)[0], attention(q, k, v))

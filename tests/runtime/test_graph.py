@@ -148,6 +148,32 @@ def test_other_calls_are_followed(text, change, options, monkeypatch):
     )
     torch.testing.assert_close(compiled(x), attention(x, x, x, **options))
     assert [y for y in asked if y is not None] == []
+    guards = torch._dynamo.explain(lambda x: attention(x, x, x, **options))(x).out_guards
+    assert len(guards) > 100  # Those of the checks.
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("param near: int = 3\nmask = q - kv < near", {"near": None}, "near is None"),
+        ("mask = causal()", {"bias": None}, "no tensor or run-time param 'bias'"),
+        (
+            "tensor t[heads]: float = none\nscore = score + t[h]",
+            {"bias": None, "t": None},
+            "'bias'",
+        ),
+        ("mask = causal()", {"seed": False}, "seed is False"),
+        ("mask = causal()", {"kv_len": 2}, "kv_len is 2"),
+    ],
+)
+def test_graphs_refuse_what_calls_refuse(text, options, words):
+    attention = attndsl.compile(text)
+    torch._dynamo.reset()
+    x = torch.randn(1, 2, 6, 4)
+    with pytest.raises(attndsl.AttnDSLError, match=words):
+        attention(x, x, x, **options)
+    with pytest.raises(attndsl.AttnDSLError, match=words):
+        torch.compile(lambda x: attention(x, x, x, **options), backend="aot_eager")(x)
 
 
 def test_a_graph_is_for_one_program_and_backend():
