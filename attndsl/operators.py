@@ -171,7 +171,8 @@ _HARDWARE = frozenset(
 
 def _refuse_tangents(tensors: Any) -> None:
     """What runs calls would drop tangents without a word."""
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    unpack: Any = forward_ad.unpack_dual
+    if any(unpack(x).tangent is not None for x in tensors):
         raise UnsupportedError(
             "operators, as graphs and exported programs call them, have no tangents",
             hint="call the program itself, outside of graphs, where tangents are wanted",
@@ -181,6 +182,11 @@ def _refuse_tangents(tensors: Any) -> None:
 def _one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     """An operator under ``torch.vmap``: an entry after the other. Programs themselves have more."""
     tensors, *rest = args
+    if info.batch_size == 0:
+        raise UnsupportedError(
+            "torch.vmap has no entries to call an operator for",
+            hint="leave the call out where a batch is empty",
+        )
     found = [
         operator(
             [x if dim is None else x.select(dim, entry)
@@ -195,9 +201,7 @@ def _one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> tuple[Any
     return (tuple(stacked), tuple(places)) if type(found[0]) is tuple else (stacked, places)
 
 
-def _differentiable(
-    name: str, kernel: Callable[..., Any], function: type[torch.autograd.Function]
-) -> Callable[..., Any]:
+def _differentiable(name: str, kernel: Callable[..., Any], function: Any) -> Callable[..., Any]:
     """What runs an operator where torch differentiates.
 
     ``torch.library.register_autograd`` does the same and takes 20 us more, for arguments of any
@@ -205,7 +209,7 @@ def _differentiable(
     """
 
     def run(keys: Any, tensors: Any, what: str, ints: Any, floats: Any) -> Any:
-        if forward_ad._current_level >= 0:  # type: ignore[attr-defined]
+        if forward_ad._current_level >= 0:
             _refuse_tangents(tensors)
         below = keys & _AFTER
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

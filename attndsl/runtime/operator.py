@@ -214,7 +214,7 @@ def _call(tensors: Any, what: str, ints: Any, floats: Any) -> Known:
         named = dict(zip(names, captures, strict=True))
         # To name the fields that stay takes two microseconds less than _replace.
         _, _, _, scale, sizes, _, *rest = known.call
-        return known._replace(call=Call(q, k, v, scale, sizes, named, *rest))
+        return known._replace(call=Call._make((q, k, v, scale, sizes, named, *rest)))
     found = _found_out(unpacked(tensors, what, ints, floats))
     if found.lowered.program.dropout is None:
         call = found.call._replace(signature=Signature(name_of(head.spec)))
@@ -248,7 +248,7 @@ def _found_out(given: Operands) -> Known:
     chosen.check(lowered, call)
     if LOG.isEnabledFor(logging.INFO):
         tell_choice(name_of(given.spec), call, chosen, reason)
-    return Known(lowered, call, chosen, memory_order(q, given.v.shape[3]))
+    return Known(lowered, call, chosen, memory_order(call.q, call.v.shape[3]))
 
 
 def through_operator(given: Operands, call: Call, backward: Backward) -> Gradients:
@@ -263,9 +263,9 @@ def through_operator(given: Operands, call: Call, backward: Backward) -> Gradien
     params = [name for name, x in call.params.items() if isinstance(x, torch.Tensor)]
     asked = [wanted.q, wanted.k, wanted.v, *(name in wanted.tensors for name in call.tensors)]
     asked += [name in wanted.params for name in params]
-    tensors = [x for x in results if x is not None]
+    made = [x for x in results if x is not None]
     how = Gradient(asked, wanted.wide, wanted.partial, has_lse=results[3] is not None)
-    parts = torch.ops.attndsl.backward(*of_gradients(packed(given), tensors, how))
+    parts = torch.ops.attndsl.backward(*of_gradients(packed(given), made, how))
     q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
     count = len(call.tensors)
     tensors, numbers = zip(call.tensors, rest, strict=False), zip(params, rest[count:], strict=True)
