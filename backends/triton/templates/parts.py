@@ -198,8 +198,8 @@ def put_together(room, counts, part, parts, out, lse, places, members):
     """After a part of a unit: merge what the others have left, if they have ended.
 
     Where parts are many, the last one of a group leaves the group's sums where its first part was,
-    and the last one of the groups merges these. Both are one text, since each copy of it takes
-    Triton seconds: see M54. ``counts`` are those of :func:`counts_of_unit`.
+    and the last one of the groups merges these. Both are one text: each copy of it takes Triton
+    3 to 5 s to compile (M54). ``counts`` are those of :func:`counts_of_unit`.
     """
     grouped = parts > MOST_IN_ONE
     group = part // PARTS_AT_ONCE
