@@ -176,6 +176,19 @@ def empty_softmax(COUNT: tl.constexpr):
 
 
 @triton.jit
+def merge_group(room, parts, places, members):
+    """Put a group's parts together, and leave them where its first one was."""
+    head, sizes = places.scope.head, places.scope.sizes
+    for line in tl.range(0, LINES, LINES_AT_ONCE):
+        numbers = line + tl.arange(0, LINES_AT_ONCE)
+        exists = packed_rows(numbers, places.tile * BLOCK_M, head.h, members, sizes).exists
+        softmax = merged(room, numbers, parts, exists)
+        # Threads write other elements than they have read.
+        tl.debug_barrier()
+        store_lines(softmax, room, parts.first * LINES + numbers, exists)
+
+
+@triton.jit
 def is_last(count, number):
     """Whether the program is the last of so many to count; then the count is 0 again."""
     # All that the program has written is there before it counts.
@@ -197,40 +210,32 @@ def counts_of_unit(counts, unit, most_parts):
 def put_together(room, counts, part, parts, out, lse, places, members):
     """After a part of a unit: merge what the others have left, if they have ended.
 
-    Where parts are many, the last one of a group leaves the group's sums where its first part was,
-    and the last one of the groups merges these. Both are one text: each copy of it takes Triton
-    3 to 5 s to compile (M54). ``counts`` are those of :func:`counts_of_unit`.
+    ``counts`` are those of :func:`counts_of_unit`.
     """
-    grouped = parts > MOST_IN_ONE
-    group = part // PARTS_AT_ONCE
-    first = group * PARTS_AT_ONCE
-    last = part >= 0
-    for level in tl.range(tl.where(grouped, 0, 1), 2):
-        of_all = level == 1
-        step = tl.where(of_all & grouped, PARTS_AT_ONCE, 1)
-        whole = tl.cdiv(parts, step)
-        number = tl.where(of_all, whole, tl.minimum(PARTS_AT_ONCE, parts - first))
-        if last:
-            last = is_last(counts + tl.where(of_all, 0, 1 + group), number)
-            if last:
-                some = EveryPart(tl.where(of_all, 0, first), number, step)
-                store_merged(room, some, of_all, out, lse, places, members)
+    step, number, ends_group = 1, parts, part >= 0
+    if parts > MOST_IN_ONE:
+        step = PARTS_AT_ONCE
+        number = tl.cdiv(parts, PARTS_AT_ONCE)
+        group = part // PARTS_AT_ONCE
+        first = group * PARTS_AT_ONCE
+        size = tl.minimum(PARTS_AT_ONCE, parts - first)
+        ends_group = is_last(counts + 1 + group, size)
+        if ends_group:
+            merge_group(room, EveryPart(first, size, 1), places, members)
+    if ends_group:
+        if is_last(counts, number):
+            store_merged(room, EveryPart(0, number, step), out, lse, places, members)
 
 
 @triton.jit
-def store_merged(room, parts, of_all, out, lse, places, members):
-    """Put parts of all rows of a tile together: results of all parts, or sums of a group."""
+def store_merged(room, parts, out, lse, places, members):
+    """Put the parts of all rows of a tile together, and write their results."""
     scope = places.scope
     head = scope.head
     for line in tl.range(0, LINES, LINES_AT_ONCE):
         numbers = line + tl.arange(0, LINES_AT_ONCE)
         rows = packed_rows(numbers, places.tile * BLOCK_M, head.h, members, scope.sizes)
         softmax = merged(room, numbers, parts, rows.exists)
-        if of_all:
-            of_rows = Scope(Head(head.b, rows.h[:, None], head.hkv), scope.sizes, scope.given)
-            own = UnitPlaces(places.tile, scope, of_rows, places.token, places.wrong)
-            store_rows(softmax, out, lse, rows, own)
-        else:
-            # Threads write other elements than they have read.
-            tl.debug_barrier()
-            store_lines(softmax, room, parts.first * LINES + numbers, rows.exists)
+        of_rows = Scope(Head(head.b, rows.h[:, None], head.hkv), scope.sizes, scope.given)
+        own = UnitPlaces(places.tile, scope, of_rows, places.token, places.wrong)
+        store_rows(softmax, out, lse, rows, own)
