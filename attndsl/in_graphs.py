@@ -45,26 +45,26 @@ class InGraphs(Compiled):
                 larger one, as of :class:`Location`.
             output: The dtype of the output, and whether lse is asked for.
         """
-        from attndsl.runtime.graph import FORWARD, kinds_of_known  # Imports torch.compile.
+        from attndsl.runtime.graph import FORWARD, constant_kinds  # Imports torch.compile.
 
         given = {name: x for name, x in captures.items() if x is not None}
         if len(given) < len(captures):
             for name, x in captures.items():
                 if x is None and name not in self._optional:
                     return None  # It is refused where it is followed.
-        kinds = kinds_of_known([*operands, *given.values()], numbers)
+        kinds = constant_kinds([*operands, *given.values()], numbers)
         if kinds is None:
             return None
         request = self._spec, self._backend, self._checked
         found = self._constants(request, kinds, [*given], numbers, output)
         if found is None:
             return None
-        (q_dtype, k_dtype, v_dtype), names, what, ints, floats = found
-        q, k, v = operands
-        q, k, v = q.to(q_dtype), k.to(k_dtype), v.to(v_dtype)
-        made: Results = FORWARD(
-            [q, k, v, *[given[name] for name in names]], what, [*ints], [*floats]
-        )
+        dtypes, names, what, ints, floats = found
+        cast = [
+            x if x.dtype is dtype else x.to(dtype)
+            for x, dtype in zip(operands, dtypes, strict=True)
+        ]
+        made: Results = FORWARD([*cast, *[given[name] for name in names]], what, [*ints], [*floats])
         return made if output[1] else made[0]
 
     def _constants(
@@ -76,12 +76,12 @@ class InGraphs(Compiled):
         This runs while a graph is made, and no graph holds it. ``request`` is what this program
         depends on: Dynamo guards what it reads for an argument.
         """
-        from attndsl.runtime.graph import Known, arguments_of, stand_ins
+        from attndsl.runtime.graph import Constants, arguments_of, stand_ins
 
         scale, seed, deterministic, *place = numbers
         seed = 0 if seed is None else seed
         options = CallOptions(scale, seed, is_deterministic(deterministic), output[0])
-        known = Known(kinds, names, Location(*place), options, output[1])
+        known = Constants(kinds, names, Location(*place), options, output[1])
         made = stand_ins(known)
         if made is None:
             return None

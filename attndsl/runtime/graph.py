@@ -101,7 +101,7 @@ def maxima_in_graph(request: Request, call: Call, scale: float | None) -> torch.
     return found
 
 
-def kinds_of_known(
+def constant_kinds(
     tensors: Sequence[Any], options: Sequence[object]
 ) -> list[tuple[Any, ...]] | None:
     """Class, shape, strides, dtype and device of each tensor, if that and all options are known.
@@ -134,8 +134,8 @@ def kinds_of_known(
     return kinds
 
 
-class Known(NamedTuple):
-    """What is known of a call while a graph is made."""
+class Constants(NamedTuple):
+    """What is constant in a call while a graph is made."""
 
     kinds: Sequence[tuple[Any, ...]]
     """Class, shape, strides, dtype and device of q, k, v and each captured tensor."""
@@ -147,7 +147,7 @@ class Known(NamedTuple):
     """Whether lse is asked for."""
 
 
-def stand_ins(known: Known) -> list[torch.Tensor] | None:
+def stand_ins(known: Constants) -> list[torch.Tensor] | None:
     """Tensors of these kinds without elements, as autocast has them; None if one is special."""
     made = []
     for place, (own, shape, stride, dtype, device) in enumerate(known.kinds):
@@ -159,7 +159,7 @@ def stand_ins(known: Known) -> list[torch.Tensor] | None:
 
 
 def arguments_of(
-    request: Request, program: Program, tensors: Sequence[torch.Tensor], known: Known
+    request: Request, program: Program, tensors: Sequence[torch.Tensor], known: Constants
 ) -> tuple[object, ...] | None:
     """The operator's arguments for a call, as constants of its graph.
 
