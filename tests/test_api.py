@@ -17,6 +17,7 @@ import torch
 import attndsl
 from attndsl import errors
 from attndsl.config import read_config
+from attndsl.operands import heading
 from attndsl.runtime import dispatch
 from attndsl.runtime.programs import lowered_program
 
@@ -171,7 +172,7 @@ def test_exact_travels_through_graphs() -> None:
 
     def look(graph: Any, _inputs: Any) -> Any:
         calls = [n for n in graph.graph.nodes if "attndsl" in str(n.target)]
-        specs.extend(n.args[0] for n in calls)
+        specs.extend(heading(n.args[1]).spec for n in calls)
         return graph.forward
 
     q, k, v = (torch.randn(1, 1, 8, 8) for _ in range(3))
