@@ -47,11 +47,12 @@ class InGraphs(Compiled):
         """
         from attndsl.runtime.graph import FORWARD, constant_kinds  # Imports torch.compile.
 
-        given = {name: x for name, x in captures.items() if x is not None}
-        if len(given) < len(captures):
-            for name, x in captures.items():
-                if x is None and name not in self._optional:
-                    return None  # It is refused where it is followed.
+        given = {}
+        for name, x in captures.items():
+            if x is not None:
+                given[name] = x
+            elif name not in self._optional:
+                return None  # It is refused where it is followed.
         kinds = constant_kinds([*operands, *given.values()], numbers)
         if kinds is None:
             return None

@@ -72,7 +72,7 @@ class Arguments(NamedTuple):
     floats: list[float]
 
 
-class Gradient(NamedTuple):
+class AskedGradients(NamedTuple):
     """What is asked of the operator of gradients."""
 
     wants: Sequence[bool]
@@ -116,7 +116,7 @@ class Heading(NamedTuple):
         return not (self.checked or self.positions or self.is_part or any(self.is_given))
 
 
-POSITIONS = ("varying", "q_origin", "kv_origin", "drawn", "kv_lengths")
+_POSITIONS = ("varying", "q_origin", "kv_origin", "drawn", "kv_lengths")
 """Operands that are single tensors, beside q, k and v."""
 _WHOLE = 9
 """Numbers of ``whole``."""
@@ -128,7 +128,7 @@ def packed(given: Operands) -> Arguments:
     flags = [("checked", given.checked), ("deterministic", given.deterministic)]
     flags += [("wide", given.wide), ("part", len(given.whole) > 0)]
     tensors = (given.varying, given.q_origin, given.kv_origin, given.drawn, given.kv_lengths)
-    positions = [(name, x) for name, x in zip(POSITIONS, tensors, strict=True) if x is not None]
+    positions = [(name, x) for name, x in zip(_POSITIONS, tensors, strict=True) if x is not None]
     words = [f"tensors={len(given.tensors)}", f"given={given_bits}"]
     words += [name for name, is_on in flags if is_on] + [name for name, _ in positions]
     return Arguments(
@@ -155,7 +155,9 @@ def unpacked(tensors: Any, what: str, ints: Any, floats: Any) -> Operands:
     )  # fmt: skip
 
 
-def of_gradients(given: Arguments, results: Sequence[torch.Tensor], asked: Gradient) -> Arguments:
+def of_gradients(
+    given: Arguments, results: Sequence[torch.Tensor], asked: AskedGradients
+) -> Arguments:
     """The arguments for a call's gradients.
 
     Args:
@@ -171,19 +173,19 @@ def of_gradients(given: Arguments, results: Sequence[torch.Tensor], asked: Gradi
 
 def parts_of_gradients(
     tensors: list[torch.Tensor], what: str
-) -> tuple[list[torch.Tensor], Gradient, list[torch.Tensor], str]:
+) -> tuple[list[torch.Tensor], AskedGradients, list[torch.Tensor], str]:
     """The results, what is asked of gradients, and the call's tensors and ``what``."""
     asked, rest = asked_of(what)
     return tensors[: asked.results], asked, tensors[asked.results :], rest
 
 
 @lru_cache(maxsize=4096)
-def asked_of(what: str) -> tuple[Gradient, str]:
+def asked_of(what: str) -> tuple[AskedGradients, str]:
     """What is asked of gradients, and the call's ``what``."""
     line, rest = what.split("\n", 1)
     (wants, *flags) = line.split(" ")
     chosen = [bit == "1" for bit in wants.removeprefix("wants=")]
-    return Gradient(chosen, "wide" in flags, "partial" in flags, "lse" in flags), rest
+    return AskedGradients(chosen, "wide" in flags, "partial" in flags, "lse" in flags), rest
 
 
 @lru_cache(maxsize=4096)
@@ -195,5 +197,5 @@ def heading(what: str) -> Heading:
     return Heading(
         spec, backend, "checked" in words, "deterministic" in words, "wide" in words,
         int(values["tensors"]), tuple([bit == "1" for bit in values["given"]]),
-        tuple([name for name in POSITIONS if name in words]), "part" in words,
+        tuple([name for name in _POSITIONS if name in words]), "part" in words,
     )  # fmt: skip

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map
 
 from attndsl.errors import UnsupportedError
 
 from .operands import (
     SCHEMA,
     Arguments,
-    Gradient,
+    AskedGradients,
     heading,
     of_gradients,
     parts_of_gradients,
@@ -133,7 +134,7 @@ class AttnDSLForward(torch.autograd.Function):
         wants = ctx.needs_input_grad[len(plain) :][: heading(ctx.rest[0]).inputs]
         results = [out, lse, torch.zeros_like(out) if grad_out is None else grad_out]
         results += [] if grad_lse is None else [grad_lse]
-        asked = Gradient(wants, has_lse=grad_lse is not None)
+        asked = AskedGradients(wants, has_lse=grad_lse is not None)
         found = torch.ops.attndsl.backward(
             *of_gradients(Arguments(tensors, *ctx.rest), results, asked)
         )
@@ -194,11 +195,8 @@ def _one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> tuple[Any
         )
         for entry in range(info.batch_size)
     ]  # fmt: skip
-    if isinstance(found[0], torch.Tensor):
-        return torch.stack(found), 0
-    stacked = [torch.stack(each) for each in zip(*found, strict=True)]
-    places = [0] * len(stacked)
-    return (tuple(stacked), tuple(places)) if type(found[0]) is tuple else (stacked, places)
+    stacked = tree_map(lambda *each: torch.stack(each), *found)
+    return stacked, tree_map(lambda _: 0, stacked)
 
 
 def _differentiable(name: str, kernel: Callable[..., Any], function: Any) -> Callable[..., Any]:
@@ -213,8 +211,7 @@ def _differentiable(name: str, kernel: Callable[..., Any], function: Any) -> Cal
             _refuse_tangents(tensors)
         below = keys & _AFTER
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            found = function.apply(below, what, ints, floats, *tensors)
-            return found if name == "forward" else [*found]
+            return function.apply(below, what, ints, floats, *tensors)
         if below.highestPriorityTypeId() in _HARDWARE:
             return kernel(tensors, what, ints, floats)
         with _BELOW():

@@ -9,7 +9,7 @@ look-up of what is known of a call, allocation. torch's own attention computes i
 
 The ways take turns. ``forward_us`` and ``backward_us`` are the lower quartile over rounds of a
 layer's time in microseconds, ``above_us`` is what both take beyond torch's own. ``guards`` is how
-many conditions torch looks at before it runs the graph of a layer.
+many values torch looks at before it runs the graph of a layer.
 """
 
 from __future__ import annotations

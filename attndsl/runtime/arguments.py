@@ -75,7 +75,8 @@ def autocast(value: Any) -> Any:
     """``value``, in the dtype that autocast asks for where it is a tensor that this is about."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value.to(autocast_dtype(value.dtype, value.device.type))
+    dtype = autocast_dtype(value.dtype, value.device.type)
+    return value if value.dtype is dtype else value.to(dtype)
 
 
 def autocast_dtype(dtype: torch.dtype, kind: str) -> torch.dtype:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -117,17 +117,14 @@ def _known_sparsity(program: Program, unknown: frozenset[str]) -> Sparsity:
 def _stand_in(asked: _Asked) -> Operands:
     """Operands of these shapes that take no memory."""
     q, k, v, *tensors = (torch.zeros(()).expand(shape) for shape in asked.shapes)
-    batch = q.shape[0]
-    fields: dict[str, Any] = dict.fromkeys(Operands._fields)
-    fields |= {"spec": asked.spec, "q": q, "k": k, "v": v, "tensors": tensors, "seed": 0}
-    fields |= {
-        "given": [torch.zeros(()) for is_tensor in asked.is_given if is_tensor],
-        "is_given": list(asked.is_given),
-        "ints": list(asked.numbers[: asked.ints]),
-        "floats": list(asked.numbers[asked.ints :]),
-        "q_offset": asked.offsets[0],
-        "kv_offset": asked.offsets[1],
-        "whole": list(asked.whole),
-        "kv_lengths": torch.zeros(batch, dtype=torch.int32) if asked.has_lengths else None,
-    }
-    return Operands(**fields)
+    return Operands(
+        asked.spec, "auto", False, q, k, v, tensors,
+        given=[torch.zeros(()) for is_tensor in asked.is_given if is_tensor],
+        is_given=asked.is_given,
+        ints=[int(x) for x in asked.numbers[: asked.ints]],
+        floats=asked.numbers[asked.ints :],
+        q_offset=asked.offsets[0],
+        kv_offset=asked.offsets[1],
+        whole=asked.whole,
+        kv_lengths=torch.zeros(q.shape[0], dtype=torch.int32) if asked.has_lengths else None,
+    )  # fmt: skip

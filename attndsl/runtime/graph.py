@@ -116,6 +116,7 @@ def constant_kinds(
         None if something else than tensors is among ``tensors`` or something else than numbers is
         among ``options``, or if one of them is open.
     """
+    # Dynamo follows this. Names of this module leave fewer guards than names within torch.
     numbers = []
     for x in options:
         if x is not None:
@@ -241,7 +242,7 @@ def _varying(numbers: Sequence[float]) -> torch.Tensor | None:
     graph; what is made of tensors is not. Constants stay numbers: a tensor of the CPU keeps torch
     from using CUDA graphs.
     """
-    if all(map(symbolic_shapes.has_static_value, numbers)):
+    if all(map(has_static_value, numbers)):
         return None
     # torch.compile turns sums with open numbers into sums of tensors; not so torch.tensor.
     zero = torch.zeros((), dtype=torch.float64, device="cpu")

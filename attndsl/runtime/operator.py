@@ -16,7 +16,7 @@ from attndsl.backends.memory_order import MemoryOrder, memory_order
 from attndsl.ir import DType
 from attndsl.logs import LOG
 from attndsl.operands import (
-    Gradient,
+    AskedGradients,
     Operands,
     asked_of,
     heading,
@@ -264,7 +264,7 @@ def through_operator(given: Operands, call: Call, backward: Backward) -> Gradien
     asked = [wanted.q, wanted.k, wanted.v, *(name in wanted.tensors for name in call.tensors)]
     asked += [name in wanted.params for name in params]
     made = [x for x in results if x is not None]
-    how = Gradient(asked, wanted.wide, wanted.partial, has_lse=results[3] is not None)
+    how = AskedGradients(asked, wanted.wide, wanted.partial, has_lse=results[3] is not None)
     parts = torch.ops.attndsl.backward(*of_gradients(packed(given), made, how))
     q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
     count = len(call.tensors)
