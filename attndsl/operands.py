@@ -1,8 +1,11 @@
 """A call as the arguments of torch operators, which are few: torch takes a microsecond for each.
 
 Every operator takes ``(tensors, what, ints, floats)``. ``what`` is a string for all that is
-constant: a line of words, a line with the backend's name, and the program's spec. The operator of
-gradients has one line more before these, and the results before the call's tensors.
+constant: words, the backend's name, and the program's spec, with bars between them. The operator of
+gradients has one part more before these, and the results before the call's tensors.
+
+Inductor writes a graph's nodes into comments of the code that it generates. So ``what`` is one line
+without quotes of Python: backslashes, single quotes, bars and percent signs are percent-encoded.
 
 Saved graphs hold lists of one type only, and packages of AOTInductor give None for empty lists of
 tensors and of ints: there are always some of both.
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,6 +122,8 @@ class Heading(NamedTuple):
 
 _POSITIONS = ("varying", "q_origin", "kv_origin", "drawn", "kv_lengths")
 """Operands that are single tensors, beside q, k and v."""
+_ENCODED = [(x, f"%{ord(x):02X}") for x in "%\\'|\n\r"]
+"""Percent signs first, since the others' codes have them."""
 _WHOLE = 9
 """Numbers of ``whole``."""
 
@@ -133,10 +139,17 @@ def packed(given: Operands) -> Arguments:
     words += [name for name, is_on in flags if is_on] + [name for name, _ in positions]
     return Arguments(
         [given.q, given.k, given.v, *given.tensors, *given.given, *[x for _, x in positions]],
-        " ".join(words) + "\n" + given.backend + "\n" + given.spec,
+        "|".join([" ".join(words), _encoded(given.backend), _encoded(given.spec)]),
         [given.q_offset, given.kv_offset, given.seed, *given.whole, *given.ints],
         [*given.floats],
     )
+
+
+def _encoded(text: str) -> str:
+    """Of ASCII text, what :func:`urllib.parse.unquote` reads. Dynamo follows it."""
+    for character, code in _ENCODED:
+        text = text.replace(character, code)
+    return text
 
 
 def unpacked(tensors: Any, what: str, ints: Any, floats: Any) -> Operands:
@@ -168,7 +181,7 @@ def of_gradients(
     wants = "".join(["1" if want else "0" for want in asked.wants])
     flags = ("wide", asked.wide), ("partial", asked.partial), ("lse", asked.has_lse)
     line = " ".join([f"wants={wants}", *[name for name, is_on in flags if is_on]])
-    return given._replace(tensors=[*results, *given.tensors], what=f"{line}\n{given.what}")
+    return given._replace(tensors=[*results, *given.tensors], what=f"{line}|{given.what}")
 
 
 def parts_of_gradients(
@@ -182,7 +195,7 @@ def parts_of_gradients(
 @lru_cache(maxsize=4096)
 def asked_of(what: str) -> tuple[AskedGradients, str]:
     """What is asked of gradients, and the call's ``what``."""
-    line, rest = what.split("\n", 1)
+    line, rest = what.split("|", 1)
     (wants, *flags) = line.split(" ")
     chosen = [bit == "1" for bit in wants.removeprefix("wants=")]
     return AskedGradients(chosen, "wide" in flags, "partial" in flags, "lse" in flags), rest
@@ -191,11 +204,12 @@ def asked_of(what: str) -> tuple[AskedGradients, str]:
 @lru_cache(maxsize=4096)
 def heading(what: str) -> Heading:
     """What the string of a call says."""
-    line, backend, spec = what.split("\n", 2)
+    line, backend, spec = what.split("|")
     words = line.split(" ")
     values = dict(word.split("=") for word in words if "=" in word)
     return Heading(
-        spec, backend, "checked" in words, "deterministic" in words, "wide" in words,
+        unquote(spec), unquote(backend), "checked" in words, "deterministic" in words,
+        "wide" in words,
         int(values["tensors"]), tuple([bit == "1" for bit in values["given"]]),
         tuple([name for name in _POSITIONS if name in words]), "part" in words,
     )  # fmt: skip

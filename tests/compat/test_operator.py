@@ -7,11 +7,22 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given as hypothesis_given
+from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import attndsl
-from attndsl.operands import Operands, packed, unpacked
+from attndsl.operands import (
+    AskedGradients,
+    Operands,
+    heading,
+    of_gradients,
+    packed,
+    parts_of_gradients,
+    unpacked,
+)
+from attndsl.runtime.programs import make_spec
 
 TEXT = """
 tensor gain[heads]: float
@@ -223,6 +234,22 @@ def test_every_operand_comes_back():
     few = Operands("spec", "auto", False, q, k, v)
     assert unpacked(*packed(few))[:3] == few[:3]
     assert unpacked(*packed(few))[6:] == ([], [], (), [], [], *few[11:20], [], None)
+
+
+@hypothesis_given(text=st.text(), backend=st.text(alphabet="ab|%' \\\n25C"))
+def test_what_is_constant_is_one_line_of_any_program(text, backend):
+    """Inductor writes it into comments, whose code it writes between three quotes."""
+    x = torch.zeros(1)
+    spec = make_spec(text, {})
+    call = packed(Operands(spec, backend, False, x, x, x))
+    head = heading(call.what)
+    assert (head.spec, head.backend) == (spec, backend)
+    gradients = of_gradients(call, [x, x, x], AskedGradients([True, False]))
+    _, asked, _, rest = parts_of_gradients(gradients.tensors, gradients.what)
+    assert rest == call.what
+    assert asked.wants == [True, False]
+    assert gradients.what.isascii()
+    assert not set("\n\r\\'") & set(gradients.what)
 
 
 class _Call(torch.nn.Module):
