@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import triton_key
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from attndsl.errors import BackendError
 
 from ..emit.parsing import parsing
 from .config import Config
+from .side_by_side import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -119,13 +122,34 @@ def compile_kernel(
         OutOfResources: The compiled kernel needs more shared memory than that.
     """
     source = _source(function, arguments)
-    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+    options: dict[str, object] = {
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        "enable_fp_fusion": True,
+    }
     if config.most_registers and target.backend == "cuda":
         options["maxnreg"] = config.most_registers
-    kernel = parsing(partial(triton.compile, source, target=target, options=options))
+
+    def compiled() -> Any:
+        with Turn() as source.turn:
+            hash_triton().join()
+            return triton.compile(source, target=target, options=options)
+
+    kernel = parsing(compiled)
     if kernel.metadata.shared > shared_memory:
         raise OutOfResources(kernel.metadata.shared, shared_memory, "shared memory")
     return kernel
+
+
+@cache
+def hash_triton() -> threading.Thread:
+    """A thread that looks at all of Triton's files, which Triton does before it first compiles.
+
+    That takes a quarter of a second, and Python's lock is free meanwhile.
+    """
+    thread = threading.Thread(target=triton_key, name="attndsl hashes triton", daemon=True)
+    thread.start()
+    return thread
 
 
 def with_launcher(compiled: Callable[[], Any]) -> Any:
@@ -231,7 +255,29 @@ def _constants(arguments: Sequence[Argument]) -> tuple[object, ...]:
     return tuple(a.constant for a in arguments if a.type == "constexpr")
 
 
-def _source(function: Any, arguments: Sequence[Argument]) -> ASTSource:
+class _InTurn:
+    """A kernel's text, whose turn ends once it is read."""
+
+    turn: Turn | None = None
+
+    def make_ir(self, *given: Any) -> Any:
+        """What Triton lowers."""
+        try:
+            return super().make_ir(*given)  # type: ignore[misc]
+        finally:
+            if self.turn is not None:
+                self.turn.end()
+
+
+class _TritonSource(_InTurn, ASTSource):  # type: ignore[misc]
+    """A kernel of Triton."""
+
+
+class _GluonSource(_InTurn, GluonASTSource):  # type: ignore[misc]
+    """A kernel of Gluon."""
+
+
+def _source(function: Any, arguments: Sequence[Argument]) -> _TritonSource | _GluonSource:
     constants = {a.name: a.constant for a in arguments if a.type == "constexpr"}
     signature = {a.name: a.type for a in arguments}
     attributes = {
@@ -239,5 +285,5 @@ def _source(function: Any, arguments: Sequence[Argument]) -> ASTSource:
         for position, argument in enumerate(arguments)
         if argument.aligned
     }
-    kind = GluonASTSource if function.is_gluon() else ASTSource
+    kind = _GluonSource if function.is_gluon() else _TritonSource
     return kind(function, signature, constexprs=constants, attrs=attributes)

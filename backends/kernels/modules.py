@@ -20,12 +20,21 @@ from ..emit.loops import row_width
 from ..emit.tile_lists import generate_lists
 from ..key import KernelKey, source_fingerprint, version_of
 from .arguments import arguments_of
-from .compile import Executable, build, compile_kernel, module_of, record, restore, with_launcher
+from .compile import (
+    Executable,
+    build,
+    compile_kernel,
+    hash_triton,
+    module_of,
+    record,
+    restore,
+    with_launcher,
+)
 from .config import MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, is_hopeless
 from .heads import TAIL, headed
 from .kept_lists import KeptLists
 from .machine import current_machine
-from .side_by_side import Compilations
+from .side_by_side import Compilations, Turn
 from .tile_lists import LIST_CHUNK, STATISTICS_ROWS, ListKernels
 
 if TYPE_CHECKING:
@@ -327,10 +336,13 @@ class Modules:
             "listed": plan.listed is not None,
             "compiled": {},
         }
-        text = job.kernel.text(job, config, plan, machine.products(job.facts))
-        text = headed(text, job, config, machine) + TAIL
-        entry = self._store.save(key, text, about)
-        return _Module(key, entry.source, module_of(entry.source, entry.path, key), meta)
+        if machine.target is not None:
+            hash_triton()
+        with Turn():
+            text = job.kernel.text(job, config, plan, machine.products(job.facts))
+            text = headed(text, job, config, machine) + TAIL
+            entry = self._store.save(key, text, about)
+            return _Module(key, entry.source, module_of(entry.source, entry.path, key), meta)
 
     def _begin(self, job: Job, config: Config, key: str, machine: Machine) -> _Module:
         """The module with one tile size, whose kernel is compiled meanwhile."""

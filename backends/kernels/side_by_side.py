@@ -32,6 +32,44 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class Turn:
+    """The only thread that writes or reads a kernel's text, which holds Python's lock.
+
+    Threads that share the lock would all be through late. In turns, what was begun first, and is
+    waited for first, is lowered while the next text is read. See M54 in docs/measured.md.
+    """
+
+    _only = threading.Lock()
+
+    def __init__(self) -> None:
+        """It begins with the ``with`` statement."""
+        self._held: threading.Lock | None = None
+
+    def __enter__(self) -> Turn:
+        only = self._only
+        only.acquire()
+        self._held = only
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Let the next one begin, before the ``with`` statement ends."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
+
+
+def _begin_anew() -> None:
+    """In a forked process, which lacks the thread whose turn it was."""
+    Turn._only = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
 class Compilations:
     """What threads compile, by places that name it; each result is taken once."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -24,7 +26,7 @@ from attndsl.backends.kernels import modules, side_by_side
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.machine import machine_of
-from attndsl.backends.kernels.side_by_side import Compilations
+from attndsl.backends.kernels.side_by_side import Compilations, Turn
 from attndsl.backends.triton.extra_kernels import extra_tasks
 from attndsl.errors import BackendError
 from attndsl.runtime.programs import default_cache
@@ -299,6 +301,56 @@ def test_what_is_dropped_is_nobodys():
     release.set()
     assert not found.has(("a", 1))
     assert found.take(("b", 1)) == 5
+
+
+def test_one_at_a_time_has_the_turn():
+    """Until it is over, which may be before the statement ends, and is whatever is raised."""
+    seen, mine = [], Turn()
+
+    def other():
+        with Turn():
+            seen.append("other")
+
+    thread = threading.Thread(target=other)
+    with mine:
+        thread.start()
+        thread.join(0.1)
+        seen.append("first")
+        mine.end()
+        thread.join()
+        seen.append("still here")
+    assert seen == ["first", "other", "still here"]
+    with pytest.raises(ValueError, match="nothing"), Turn():
+        raise ValueError("nothing")
+    other()
+    assert seen[-1] == "other"
+
+
+def test_a_forked_process_has_turns_of_its_own():
+    """Its parent's thread, which had the turn, is not there to end it."""
+    begun, over = threading.Event(), threading.Event()
+
+    def parent():
+        with Turn():
+            begun.set()
+            over.wait()
+
+    thread = threading.Thread(target=parent)
+    thread.start()
+    begun.wait()
+    child = os.fork()
+    if child == 0:
+        with Turn():
+            os._exit(0)
+    deadline = time.monotonic() + 20
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    over.set()
+    thread.join()
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
 
 
 def test_threads_compile_what_one_alone_does(tmp_path):
