@@ -9,6 +9,7 @@ Non-goals: scores that depend on positions, which torch does not rewrite for sha
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +19,13 @@ from scaling_times import device, errors_of, most, times, wrong
 # Private names are looked up where they are used: a torch without one of them says so in a row.
 from torch.distributed.tensor.experimental import _attention as parallel
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as shards
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 """What torch's ring may call on a GPU."""
@@ -103,6 +105,21 @@ def flex(
     return {**found, "why": why} if why else {**found, **times("torch_flex", call, backward=gpu)}
 
 
+@contextmanager
+def masks_by_operations() -> Iterator[None]:
+    """Have torch make block masks of shards by its operations, instead of compiling that.
+
+    Inductor's kernel of a balanced mask was more than 80 s in ptxas, for each layout on each rank
+    (torch 2.11). The masks are equal, and their making is not timed.
+    """
+    compiled = shards._compiled_create_block_mask
+    shards._compiled_create_block_mask = create_block_mask
+    try:
+        yield
+    finally:
+        shards._compiled_create_block_mask = compiled
+
+
 def balanced(
     mask: Callable[..., Any], length: int, mesh: Any
 ) -> tuple[dict[str, Any], Any, torch.Tensor]:
@@ -111,9 +128,7 @@ def balanced(
     Returns:
         What was chosen and among what, the blocks of this rank's rows, and their positions.
     """
-    whole = create_block_mask(
-        mask, None, None, length, length, device=device(), _compile=torch.cuda.is_available()
-    )
+    whole = create_block_mask(mask, None, None, length, length, device=device())
     ranks = mesh.size()
     balancers = {
         "contiguous": None,
@@ -122,7 +137,8 @@ def balanced(
     }
     made, work = {}, {}
     for name, balancer in balancers.items():
-        (shard,) = parallel._context_parallel_shard(mesh, [whole], [2], balancer)
+        with masks_by_operations():
+            (shard,) = parallel._context_parallel_shard(mesh, [whole], [2], balancer)
         live = shard.kv_num_blocks.sum()
         if shard.full_kv_num_blocks is not None:
             live = live + shard.full_kv_num_blocks.sum()
