@@ -249,19 +249,28 @@ def tell_counters() -> None:
     counter = sys.modules.get(_COUNTER)
     if counter is None:
         return
+    formulas = _registered(counter)
+    if not torch._C._len_torch_dispatch_stack():
+        return
+    # A counter has a copy of what was registered when it was made.
+    for mode in _get_current_dispatch_mode_stack():
+        registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
+        if isinstance(registry, dict):
+            for operator in formulas:
+                registry.setdefault(operator, counter.flop_registry[operator])
+
+
+@cache
+def _registered(counter: Any) -> tuple[Any, ...]:
+    """The operators whose operations are known, from now on to torch's module of counters too."""
     formulas = {
         torch.ops.attndsl.forward: _forward_flops,
         torch.ops.attndsl.backward: _backward_flops,
     }
-    modes = _get_current_dispatch_mode_stack()
     for operator, formula in formulas.items():
         if operator not in counter.flop_registry:
             counter.register_flop_formula(operator, get_raw=True)(formula)
-        # A counter has a copy of what was registered when it was made.
-        for mode in modes:
-            registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
-            if isinstance(registry, dict):
-                registry.setdefault(operator, counter.flop_registry[operator])
+    return tuple(formulas)
 
 
 for _name, _kernel, _fake in (

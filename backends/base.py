@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,7 +13,7 @@ from attndsl.errors import UnsupportedError
 from attndsl.passes.print_ir import short_form
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from attndsl.ir import Node
@@ -386,6 +387,22 @@ class Backend(Protocol):
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
+
+    def bound_forward(
+        self, lowered: Lowered, call: Call
+    ) -> Callable[[Call], tuple[torch.Tensor, torch.Tensor]]:
+        """:meth:`forward` for calls that differ from ``call`` in their tensors' elements alone.
+
+        Shapes, strides, dtypes, the device and the signature are equal, captures are tensors, and
+        all addresses are multiples of 16.
+        """
+        return partial(self.forward, lowered)
+
+    def bound_backward(
+        self, lowered: Lowered, call: Call, backward: Backward
+    ) -> Callable[[Call, Backward], Gradients]:
+        """:meth:`backward` for calls and results as of :meth:`bound_forward`."""
+        return partial(self.backward, lowered)
 
     def marks_entries(self, lowered: Lowered, call: Call) -> bool:
         """Whether batch entries with wrong ``kv_lengths`` or offsets have results of NaN.

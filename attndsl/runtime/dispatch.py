@@ -224,13 +224,18 @@ def get_backend(name: str, checked: bool = False) -> Backend:
 def forget_backends() -> None:
     """From now on backends are other objects, which hold no kernels yet: to measure and to test."""
     _made.cache_clear()
-    kept_of.cache_clear()
+    forget_calls()
 
 
-@lru_cache(maxsize=1024)
-def kept_of(spec: str, backend: str) -> dict[Any, Any]:
-    """Room for what operators find out of a program's calls, until backends are forgotten."""
+@cache
+def kept_calls() -> dict[Any, Any]:
+    """Room for what operators find out of calls."""
     return {}
+
+
+def forget_calls() -> None:
+    """Have operators find out anew what runs their calls: backends or their kernels are others."""
+    kept_calls.cache_clear()
 
 
 @cache

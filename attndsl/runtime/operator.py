@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd import profiler
 
-from attndsl.backends.base import Backward, Call, Gradients, Signature, Wants
+from attndsl.backends.base import NONE, Backward, Call, Gradients, Signature, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.memory_order import MemoryOrder, memory_order
 from attndsl.ir import DType
@@ -22,14 +22,13 @@ from attndsl.operands import (
     heading,
     of_gradients,
     packed,
-    parts_of_gradients,
     unpacked,
 )
 from attndsl.operators import tell_counters
 
-from .autograd import settled
+from .autograd import ALIGNED, settled
 from .bind import CallOptions, call_of
-from .dispatch import backend_of, kept_of, tell_choice
+from .dispatch import backend_of, kept_calls, tell_choice
 from .distributed import refuse_context_parallel
 from .location import WHOLE, Location, is_by_entry
 from .maxima import row_maxima
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
 _FLOAT = (float, torch.SymFloat)
-_MOST_KEPT = 4096
-"""Kinds of calls of a program that are known."""
+_MOST_KEPT = 8192
+"""Kinds of calls that are known."""
 
 
 class Request(NamedTuple):
@@ -182,49 +181,81 @@ class Known(NamedTuple):
     backend: Any
     order: MemoryOrder
     """Of the output."""
+    bound: Callable[[Call], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """What runs those whose tensors are aligned, once there was one."""
+
+    def of(self, tensors: Any) -> Call:
+        """The call of these tensors."""
+        q, k, v, *captures = tensors
+        _, _, _, scale, sizes, named, *rest = self.call
+        if captures:
+            names = [decl.name for decl in self.lowered.program.tensors]
+            named = dict(zip(names, captures, strict=True))
+        # To name the fields that stay takes two microseconds less than _replace.
+        return Call._make((q, k, v, scale, sizes, named, *rest))
 
 
-def _key_of(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[object, ...] | None:
-    """What a call is known by; None of one whose values or positions are looked at each time."""
-    if not heading(what).plain or ints[0] or ints[1]:
-        return None
-    return (
-        # 0.0 and -0.0 are equal, and not the same.
-        what, tensors[0].device, *ints, *[x.hex() for x in floats],
-        *[(x.shape, x.stride(), x.dtype) for x in tensors],
-    )  # fmt: skip
+class KnownBackward(NamedTuple):
+    """What is known of all backwards that are like one."""
+
+    call: Known
+    asked: _Asked
+    bound: Callable[[Call, Backward], Gradients]
+    """What runs those whose tensors are aligned. Results are as the forward leaves them."""
 
 
-def _call(tensors: Any, what: str, ints: Any, floats: Any) -> Known:
-    """The program of a call, the call, and what runs it.
+def _key_of(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[object, ...]:
+    """What calls that are alike have in common."""
+    key = [what, tensors[0].device, *ints]
+    for x in tensors:
+        key += (x.shape, x.stride(), x.dtype)
+    if floats:  # 0.0 and -0.0 are equal, and not the same.
+        key += [x.hex() for x in floats]
+    if tensors[0].dtype is torch.float32:
+        key.append(torch.get_float32_matmul_precision())
+    return tuple(key)
+
+
+def _is_usual(tensors: Any) -> bool:
+    """Whether nobody listens or differentiates, and addresses are as those of allocations."""
+    if profiler._is_profiler_enabled or torch.is_grad_enabled() or LOG.isEnabledFor(logging.INFO):
+        return False
+    bits = 0
+    for x in tensors:
+        bits |= x.data_ptr()
+    return not bits % ALIGNED
+
+
+def _called(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[Known, Call]:
+    """What is known of a call, and the call.
 
     Graphs make the same calls again and again. What follows from shapes and numbers is found out
     once.
     """
-    # Whoever listens is told what runs a call.
-    key = None if LOG.isEnabledFor(logging.INFO) else _key_of(tensors, what, ints, floats)
-    if key is None:
-        return _found_out(unpacked(tensors, what, ints, floats))
     head = heading(what)
-    kept = kept_of(head.spec, head.backend)
+    # Whoever listens is told what runs a call.
+    is_plain = head.plain and not (ints[0] or ints[1]) and not LOG.isEnabledFor(logging.INFO)
+    if not is_plain:
+        found = _found_out(unpacked(tensors, what, ints, floats))
+        return found, found.call
+    kept, key = kept_calls(), _key_of(tensors, what, ints, floats)
     known: Known | None = kept.get(key)
-    q, k, v, *captures = tensors
     if known is not None:
-        names = [decl.name for decl in known.lowered.program.tensors] if captures else ()
-        named = dict(zip(names, captures, strict=True))
-        # To name the fields that stay takes two microseconds less than _replace.
-        _, _, _, scale, sizes, _, *rest = known.call
-        return known._replace(call=Call._make((q, k, v, scale, sizes, named, *rest)))
+        return known, known.of(tensors)
     found = _found_out(unpacked(tensors, what, ints, floats))
+    call = found.call
     if found.lowered.program.dropout is None:
-        call = found.call._replace(signature=Signature(name_of(head.spec)))
-        if len(kept) >= _MOST_KEPT:
-            kept.clear()
-        empty = torch.empty(0, dtype=q.dtype, device=q.device)
-        template = call._replace(q=empty, k=empty, v=empty, tensors={})
-        found = found._replace(call=call)
-        kept[key] = found._replace(call=template)
-    return found
+        call = call._replace(signature=Signature(name_of(head.spec)))
+        empty = torch.empty(0, dtype=call.q.dtype, device=call.q.device)
+        _keep(key, found._replace(call=call._replace(q=empty, k=empty, v=empty, tensors=NONE)))
+    return found, call
+
+
+def _keep(key: tuple[object, ...], known: Known | KnownBackward) -> None:
+    kept = kept_calls()
+    if len(kept) >= _MOST_KEPT:
+        kept.clear()
+    kept[key] = known
 
 
 def _found_out(given: Operands) -> Known:
@@ -284,41 +315,79 @@ def run_forward(
     """``attndsl::forward``."""
     tell_counters()
     refuse_context_parallel()
-    lowered, call, backend, _ = _call(tensors, what, ints, floats)
-    if profiler._is_profiler_enabled or torch.is_grad_enabled():
-        with torch.no_grad(), event_of_operator(heading(what).spec):
-            out, lse = backend.forward(lowered, call)
-    else:  # As in graphs, where contexts would take 3 of the 20 us that a call takes here.
+    key = _key_of(tensors, what, ints, floats)
+    known = kept_calls().get(key)
+    usual = _is_usual(tensors)
+    if usual and known is not None and known.bound is not None:
+        found: tuple[torch.Tensor, torch.Tensor] = known.bound(known.of(tensors))
+        return found
+    (lowered, _, backend, *_), call = _called(tensors, what, ints, floats)
+    with torch.no_grad(), event_of_operator(heading(what).spec):
         out, lse = backend.forward(lowered, call)
+    known = kept_calls().get(key)
+    if usual and known is not None:
+        _keep(key, known._replace(bound=backend.bound_forward(lowered, call)))
     return out, lse.contiguous()
 
 
 def run_row_maxima(tensors: Any, what: str, ints: Any, floats: Any) -> torch.Tensor:
     """``attndsl::row_maxima``."""
-    lowered, call, *_ = _call(tensors, what, ints, floats)
-    return row_maxima(lowered, call)
+    known, call = _called(tensors, what, ints, floats)
+    return row_maxima(known.lowered, call)
 
 
 def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.Tensor]:
     """``attndsl::backward``."""
-    (out, lse, grad_out, *others), _, inputs, of_call = parts_of_gradients(tensors, what)
-    lowered, call, backend, order = _call(inputs, of_call, ints, floats)
-    names, asked = _asked(what, tuple(call.tensors), tuple(call.params))
-    given = Backward(out, lse, grad_out, others[0] if others else None, asked)
+    key = _key_of(tensors, what, ints, floats)
+    usual = _is_usual(tensors)
+    known = kept_calls().get(key) if usual else None
+    if known is not None:
+        asked = known.asked
+        call = known.call.of(tensors[asked.results :])
+        found = known.bound(call, asked.backward(tensors))
+        return asked.listed(found, call.q)
+    asked_gradients, of_call = asked_of(what)
+    inputs = tensors[asked_gradients.results :]
+    of_forward, call = _called(inputs, of_call, ints, floats)
+    lowered, _, backend, order, _ = of_forward
+    asked = _asked(what, tuple(call.tensors), tuple(call.params))
+    given = asked.backward(tensors)
     results = settled(call, given, order)
     with event_of_operator(heading(of_call).spec, BACKWARD):
         found = backend.backward(lowered, call, results)
-    captures = {**found.tensors, **found.params}
-    gradients = [found.q, found.k, found.v]
-    for name in names:
-        of_capture = captures.get(name)
-        gradients.append(None if of_capture is None else of_capture.contiguous())
-    return [torch.empty(0, device=call.q.device) if g is None else g for g in gradients]
+    is_known = _key_of(inputs, of_call, ints, floats) in kept_calls()
+    if usual and is_known and all(a is b for a, b in zip(given, results, strict=True)):
+        bound = backend.bound_backward(lowered, call, results)
+        _keep(key, KnownBackward(of_forward, asked, bound))
+    return asked.listed(found, call.q)
+
+
+class _Asked(NamedTuple):
+    """What is asked of a backward, in a backend's terms."""
+
+    results: int
+    """Tensors before the call's."""
+    names: list[str]
+    """Of captures that may have gradients, in their order."""
+    wanted: Wants
+
+    def backward(self, tensors: Any) -> Backward:
+        """What a backend gets, of the operator's tensors."""
+        out, lse, grad_out, *others = tensors[: self.results]
+        return Backward(out, lse, grad_out, others[0] if others else None, self.wanted)
+
+    def listed(self, found: Gradients, like: torch.Tensor) -> list[torch.Tensor]:
+        """What the operator returns: something for each tensor that may have a gradient."""
+        gradients = [found.q, found.k, found.v]
+        for name in self.names:
+            of_capture = found.tensors.get(name, found.params.get(name))
+            gradients.append(None if of_capture is None else of_capture.contiguous())
+        return [torch.empty(0, device=like.device) if g is None else g for g in gradients]
 
 
 @lru_cache(maxsize=1024)
-def _asked(what: str, tensors: tuple[str, ...], params: tuple[str, ...]) -> tuple[list[str], Wants]:
-    """The names of captures that may have gradients, in their order, and which are wanted.
+def _asked(what: str, tensors: tuple[str, ...], params: tuple[str, ...]) -> _Asked:
+    """What is asked of a backward.
 
     A part's program has captures of its own behind the others, which have no gradients.
 
@@ -334,7 +403,7 @@ def _asked(what: str, tensors: tuple[str, ...], params: tuple[str, ...]) -> tupl
     names = [*(decl.name for decl in program.tensors), *given]
     wants = asked.wants
     wanted = {name for name, want in zip(names, wants[3:], strict=True) if want}
-    return names, Wants(
+    return _Asked(asked.results, names, Wants(
         q=wants[0],
         k=wants[1],
         v=wants[2],
@@ -342,4 +411,4 @@ def _asked(what: str, tensors: tuple[str, ...], params: tuple[str, ...]) -> tupl
         params=frozenset(wanted & set(params)),
         wide=asked.wide,
         partial=asked.partial,
-    )
+    ))  # fmt: skip

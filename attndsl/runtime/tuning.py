@@ -18,6 +18,7 @@ from attndsl.backends.base import Backward, Wants
 from attndsl.errors import BackendError, UnsupportedError
 
 from .arguments import learned
+from .dispatch import forget_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -147,6 +148,7 @@ def _tune_kernel(
         best = min(times, key=times.__getitem__, default=None)
         if best is not None:
             choose(configs[best])
+        forget_calls()
     if best is None:
         raise BackendError(f"no config of {kernel} fits: {found[-1].why}")
     found[best] = replace(found[best], chosen=True)

@@ -1,9 +1,12 @@
 """What graphs of torch.compile hold of a call."""
 
+import math
+
 import pytest
 import torch
 
 import attndsl
+from attndsl.runtime.dispatch import forget_calls, get_backend
 
 PROGRAMS = {
     "functions": (
@@ -75,6 +78,58 @@ def test_what_follows_from_shapes_is_found_out_once(monkeypatch):
         for x, y in zip(grads, own, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     assert counts == [1, 0, 1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("backend", ["triton", "cpu", "reference"])
+def test_known_calls_are_bound_to_what_runs_them(backend, monkeypatch):
+    """Unless somebody listens, an address is odd, or another kernel was chosen meanwhile."""
+    text = "tensor t[heads, q_len]: float; mask = causal(); score = score * t[h, q]"
+    attention = attndsl.compile(text, backend=backend)
+    own = get_backend(backend)
+    bound = []
+    for name in ("bound_forward", "bound_backward"):
+        real = getattr(own, name)
+
+        def noted(*given, real=real, name=name):
+            run = real(*given)
+            return lambda *x: bound.append(name) or run(*x)
+
+        monkeypatch.setattr(own, name, noted)
+    forget_calls()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *x: attention(*x[:3], t=x[3]), fullgraph=True, backend="aot_eager", dynamic=False
+    )
+
+    def ran(odd=-1, learned=False):
+        """What was bound in a step, whose operand number ``odd`` has an odd address."""
+        bound.clear()
+        tensors = []
+        for number, shape in enumerate([(1, 2, 20, 8)] * 3 + [(2, 20)]):
+            room = torch.randn(math.prod(shape) + 1)
+            tensors.append(room[int(number == odd) :][: math.prod(shape)].view(shape))
+        operands = [x.requires_grad_(learned or n < 3) for n, x in enumerate(tensors)]
+        asked = [x for x in operands if x.requires_grad]
+        out = compiled(*operands)
+        found = torch.autograd.grad(out.square().sum(), asked)
+        wanted = attention(*operands[:3], t=operands[3])
+        torch.testing.assert_close(out, wanted)
+        others = torch.autograd.grad(wanted.square().sum(), asked)
+        for x, y in zip(found, others, strict=True):
+            torch.testing.assert_close(x, y)
+        return bound[:]
+
+    both = ["bound_forward", "bound_backward"]
+    assert [ran() for _ in range(3)] == [[], both, both]
+    assert [ran(odd) for odd in (0, 2, 3)] == [[]] * 3
+    # The forward is known by now.
+    assert [ran(learned=True) for _ in range(2)] == [both[:1], both]
+    with torch.profiler.profile() as seen:
+        assert ran() == []
+    assert any("attndsl" in event.name for event in seen.events())
+    assert ran() == both
+    forget_calls()
+    assert [ran() for _ in range(2)] == [[], both]
 
 
 CONSTANTS = {

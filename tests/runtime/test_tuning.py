@@ -7,6 +7,7 @@ import torch
 
 import attndsl
 from attndsl.backends.kernels import modules
+from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.kernels.config import Config
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.runtime import tuning
@@ -59,6 +60,30 @@ def test_the_fastest_is_chosen_and_remembered(own_cache, monkeypatch):
         # Another process finds the choice on disk.
         forget_backends()
         attention = attndsl.compile(PROGRAM, backend="triton")
+
+
+def test_graphs_run_what_was_chosen(own_cache, monkeypatch):
+    """They had a kernel before."""
+    attention = attndsl.compile(PROGRAM, backend="triton")
+    qkv, gain = inputs()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *x: attention(*x[:3], gain=x[3]), fullgraph=True, backend="aot_eager"
+    )
+    for _ in range(2):
+        compiled(*qkv, gain).sum().backward()
+    before = config_of("forward")
+    times = iter([3.0, 1.0, 2.0] * 3)
+    monkeypatch.setattr(tuning, "milliseconds", lambda run, device: run() and next(times))
+    attention.tune(*qkv, gain=gain)
+    chosen, launched = config_of("forward"), []
+    assert chosen != before
+    real = Executable.launch
+    monkeypatch.setattr(
+        Executable, "launch", lambda own, *x: launched.append(own.config) or real(own, *x)
+    )
+    compiled(*qkv, gain)
+    assert launched == [chosen]
 
 
 def test_without_gradients_the_forward_alone_is_tuned(own_cache):
