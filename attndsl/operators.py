@@ -249,28 +249,17 @@ def tell_counters() -> None:
     counter = sys.modules.get(_COUNTER)
     if counter is None:
         return
-    formulas = _registered(counter)
+    for operator, formula in _FORMULAS.items():
+        if operator not in counter.flop_registry:
+            counter.register_flop_formula(operator, get_raw=True)(formula)
     if not torch._C._len_torch_dispatch_stack():
         return
     # A counter has a copy of what was registered when it was made.
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
         if isinstance(registry, dict):
-            for operator in formulas:
+            for operator in _FORMULAS:
                 registry.setdefault(operator, counter.flop_registry[operator])
-
-
-@cache
-def _registered(counter: Any) -> tuple[Any, ...]:
-    """The operators whose operations are known, from now on to torch's module of counters too."""
-    formulas = {
-        torch.ops.attndsl.forward: _forward_flops,
-        torch.ops.attndsl.backward: _backward_flops,
-    }
-    for operator, formula in formulas.items():
-        if operator not in counter.flop_registry:
-            counter.register_flop_formula(operator, get_raw=True)(formula)
-    return tuple(formulas)
 
 
 for _name, _kernel, _fake in (
@@ -287,4 +276,8 @@ for _name, _kernel, _function in (
     ("forward", _forward, AttnDSLForward), ("backward", _backward, AttnDSLBackward),
 ):  # fmt: skip
     _LIBRARY.impl(_name, _differentiable(_name, _kernel, _function), "Autograd", with_keyset=True)
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.attndsl.forward: _forward_flops,
+    torch.ops.attndsl.backward: _backward_flops,
+}
 tell_counters()
