@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from attndsl.errors import UnsupportedError
 from attndsl.passes.print_ir import short_form
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from attndsl.ir import Node
@@ -165,6 +165,20 @@ class Call(NamedTuple):
             and type(self.q_offset) is int and type(self.kv_offset) is int
             and type(self.seed) is int
         )  # fmt: skip
+
+    def of(self, operands: Sequence[torch.Tensor]) -> Call:
+        """The same call of other tensors: q, k, v, and captures in their order."""
+        q, k, v, *captures = operands
+        _, _, _, scale, sizes, named, *rest = self
+        if captures:
+            named = dict(zip(named, captures, strict=True))
+        # To name the fields that stay takes two microseconds less than _replace.
+        return Call._make((q, k, v, scale, sizes, named, *rest))
+
+    def emptied(self) -> Call:
+        """The call as a template for :meth:`of`, which keeps no tensor's memory."""
+        empty = torch.empty(0, dtype=self.q.dtype, device=self.q.device)
+        return self.of([empty] * (3 + len(self.tensors)))
 
     def flatten(self) -> tuple[Form, tuple[torch.Tensor, ...]]:
         """The call in two parts: what is no tensor, and its tensors in the order of :class:`Form`.
@@ -348,6 +362,11 @@ UNWRITTEN = Written()
 """Of texts that are compiled: they are the same for all programs that mean the same."""
 
 
+BoundForward = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+"""Of q, k, v and captures, output and log-sum-exp."""
+BoundBackward = Callable[[Sequence[torch.Tensor], Backward], Gradients]
+
+
 class Backend(Protocol):
     """How a lowered program runs. Stateless but for caches."""
 
@@ -388,21 +407,17 @@ class Backend(Protocol):
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
 
-    def bound_forward(
-        self, lowered: Lowered, call: Call
-    ) -> Callable[[Call], tuple[torch.Tensor, torch.Tensor]]:
-        """:meth:`forward` for calls that differ from ``call`` in their tensors' elements alone.
+    def bound_forward(self, lowered: Lowered, call: Call) -> BoundForward:
+        """:meth:`forward` for calls that differ from ``call`` in elements and addresses alone.
 
-        Shapes, strides, dtypes, the device and the signature are equal, captures are tensors, and
-        all addresses are multiples of 16.
+        It takes q, k, v and captures. Their shapes, strides and dtypes are those of ``call``, whose
+        params are numbers, and all addresses are multiples of 16. Nothing of it is differentiated.
         """
-        return partial(self.forward, lowered)
+        return _bound(self.forward, lowered, call.emptied())
 
-    def bound_backward(
-        self, lowered: Lowered, call: Call, backward: Backward
-    ) -> Callable[[Call, Backward], Gradients]:
+    def bound_backward(self, lowered: Lowered, call: Call, backward: Backward) -> BoundBackward:
         """:meth:`backward` for calls and results as of :meth:`bound_forward`."""
-        return partial(self.backward, lowered)
+        return _bound(self.backward, lowered, call.emptied())
 
     def marks_entries(self, lowered: Lowered, call: Call) -> bool:
         """Whether batch entries with wrong ``kv_lengths`` or offsets have results of NaN.
@@ -438,6 +453,13 @@ class Backend(Protocol):
         raise UnsupportedError(
             f"the {self.name} backend generates no kernels", hint="use backend='triton'"
         )
+
+
+def _bound(run: Callable[..., Any], lowered: Lowered, template: Call) -> Callable[..., Any]:
+    def bound(operands: Sequence[torch.Tensor], *results: Backward) -> Any:
+        return run(lowered, template.of(operands), *results)
+
+    return bound
 
 
 @runtime_checkable

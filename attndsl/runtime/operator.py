@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd import profiler
 
-from attndsl.backends.base import NONE, Backward, Call, Gradients, Signature, Wants
+from attndsl.backends.base import Backward, Call, Gradients, Signature, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.memory_order import MemoryOrder, memory_order
 from attndsl.ir import DType
@@ -42,7 +42,7 @@ from .values import check_values
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attndsl.backends.base import Part
+    from attndsl.backends.base import BoundBackward, BoundForward, Part
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
@@ -181,26 +181,15 @@ class Known(NamedTuple):
     backend: Any
     order: MemoryOrder
     """Of the output."""
-    bound: Callable[[Call], tuple[torch.Tensor, torch.Tensor]] | None = None
+    bound: BoundForward | None = None
     """What runs those whose tensors are aligned, once there was one."""
-
-    def of(self, tensors: Any) -> Call:
-        """The call of these tensors."""
-        q, k, v, *captures = tensors
-        _, _, _, scale, sizes, named, *rest = self.call
-        if captures:
-            names = [decl.name for decl in self.lowered.program.tensors]
-            named = dict(zip(names, captures, strict=True))
-        # To name the fields that stay takes two microseconds less than _replace.
-        return Call._make((q, k, v, scale, sizes, named, *rest))
 
 
 class KnownBackward(NamedTuple):
     """What is known of all backwards that are like one."""
 
-    call: Known
     asked: _Asked
-    bound: Callable[[Call, Backward], Gradients]
+    bound: BoundBackward
     """What runs those whose tensors are aligned. Results are as the forward leaves them."""
 
 
@@ -241,13 +230,12 @@ def _called(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[Known, Cal
     kept, key = kept_calls(), _key_of(tensors, what, ints, floats)
     known: Known | None = kept.get(key)
     if known is not None:
-        return known, known.of(tensors)
+        return known, known.call.of(tensors)
     found = _found_out(unpacked(tensors, what, ints, floats))
     call = found.call
     if found.lowered.program.dropout is None:
         call = call._replace(signature=Signature(name_of(head.spec)))
-        empty = torch.empty(0, dtype=call.q.dtype, device=call.q.device)
-        _keep(key, found._replace(call=call._replace(q=empty, k=empty, v=empty, tensors=NONE)))
+        _keep(key, found._replace(call=call.emptied()))
     return found, call
 
 
@@ -319,8 +307,8 @@ def run_forward(
     known = kept_calls().get(key)
     usual = _is_usual(tensors)
     if usual and known is not None and known.bound is not None:
-        found: tuple[torch.Tensor, torch.Tensor] = known.bound(known.of(tensors))
-        return found
+        results: tuple[torch.Tensor, torch.Tensor] = known.bound(tensors)
+        return results
     (lowered, _, backend, *_), call = _called(tensors, what, ints, floats)
     with torch.no_grad(), event_of_operator(heading(what).spec):
         out, lse = backend.forward(lowered, call)
@@ -343,9 +331,8 @@ def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.
     known = kept_calls().get(key) if usual else None
     if known is not None:
         asked = known.asked
-        call = known.call.of(tensors[asked.results :])
-        found = known.bound(call, asked.backward(tensors))
-        return asked.listed(found, call.q)
+        found = known.bound(tensors[asked.results :], asked.backward(tensors))
+        return asked.listed(found, tensors[0])
     asked_gradients, of_call = asked_of(what)
     inputs = tensors[asked_gradients.results :]
     of_forward, call = _called(inputs, of_call, ints, floats)
@@ -358,7 +345,7 @@ def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.
     is_known = _key_of(inputs, of_call, ints, floats) in kept_calls()
     if usual and is_known and all(a is b for a, b in zip(given, results, strict=True)):
         bound = backend.bound_backward(lowered, call, results)
-        _keep(key, KnownBackward(of_forward, asked, bound))
+        _keep(key, KnownBackward(asked, bound))
     return asked.listed(found, call.q)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Store, Tangents, Written
+    from ..base import Backward, BoundBackward, BoundForward, Call, Store, Tangents, Written
     from ..gradients.plan import GradientPlan
     from ..kernels.config import Config
     from ..kernels.kernel import Family
@@ -127,18 +127,14 @@ class GeneratedBackend(Backend):
         layout = self._layout(lowered, call, Task.FORWARD)
         return layout.family.forward(layout, lowered, call)
 
-    def bound_forward(
-        self, lowered: Lowered, call: Call
-    ) -> Callable[[Call], tuple[torch.Tensor, torch.Tensor]]:
+    def bound_forward(self, lowered: Lowered, call: Call) -> BoundForward:
         """See :class:`~attndsl.backends.base.Backend`."""
         if call.q.numel() == 0:
-            return partial(self.forward, lowered)
+            return super().bound_forward(lowered, call)
         layout = self._layout(lowered, call, Task.FORWARD)
-        return partial(layout.family.forward, layout, lowered)
+        return layout.family.bound_forward(layout, lowered, call)
 
-    def bound_backward(
-        self, lowered: Lowered, call: Call, backward: Backward
-    ) -> Callable[[Call, Backward], Gradients]:
+    def bound_backward(self, lowered: Lowered, call: Call, backward: Backward) -> BoundBackward:
         """See :class:`~attndsl.backends.base.Backend`."""
         _, lse, grad_out, grad_lse, wanted = backward
         read = [family.readable(grad_out, wanted) for family in self.families]
@@ -146,10 +142,10 @@ class GeneratedBackend(Backend):
             wanted.tensors or wanted.params or lse.numel() == 0
             or grad_out.dtype is not call.q.dtype or any(x is not grad_out for x in read)
         ):  # fmt: skip
-            return partial(self.backward, lowered)
+            return super().bound_backward(lowered, call, backward)
         has_dlse = grad_lse is not None
         layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
-        return partial(_gradients_alone, layout, lowered)
+        return layout.family.bound_backward(layout, lowered, call, backward)
 
     def marks_entries(self, lowered: Lowered, call: Call) -> bool:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -455,10 +451,6 @@ class GeneratedBackend(Backend):
             rows=number.expand(batch, heads, q_len),
             lines=lines_among(lowered, names) if is_backward else NO_LINES,
         )
-
-
-def _gradients_alone(layout: Layout, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
-    return layout.family.backward(layout, lowered, call, backward)[0]
 
 
 def _no_gradients(call: Call, wanted: Wants) -> Gradients:

@@ -10,12 +10,25 @@ import torch
 from ..base import Gradients, StoredDS
 from ..emit.facts import facts_of, with_gradients
 from ..gradients.plan import plan_gradients
-from ..kernels.arguments import capture_arguments, origin
+from ..kernels.arguments import capture_arguments
+from ..kernels.bound import bound_backward, bound_forward
 from ..kernels.counts import Counts
 from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Job, Task, kernels_of
-from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
+from ..kernels.tile_lists import lists_of
 from ..memory_order import given_room, memory_order, wide_dtype
+from .bound import (
+    FLOAT_BYTES,
+    Launches,
+    backward_numbers,
+    backward_of,
+    dq_numbers,
+    dq_programs,
+    forward_numbers,
+    forward_of,
+    prepare_numbers,
+    prepare_programs,
+)
 from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
 from .kernels import FIXED, KERNELS
@@ -33,14 +46,11 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Wants
+    from ..base import Backward, BoundBackward, BoundForward, Call, Wants
     from ..gradients.plan import GradientPlan
     from ..kernels.kernel import FixedKernel, Kernel
     from ..kernels.layout import Layout
     from ..kernels.moving import Moving
-
-
-_FLOAT_BYTES = 4
 
 
 class Hopper:
@@ -158,9 +168,7 @@ class Hopper:
                 [
                     *self._maps.together(layout.operands, q, call.k, call.v, out), lse.data_ptr(),
                     *self._pair_maps(layout, of_pairs),
-                    *self._counter(layout, q.device, stream), call.scale, *layout.sizes,
-                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                    layout.heads_per_wave["forward"],
+                    *self._counter(layout, q.device, stream), *forward_numbers(layout, call),
                     *capture_arguments(layout.facts, call), *lists,
                 ],
             )  # fmt: skip
@@ -205,7 +213,7 @@ class Hopper:
         self, layout: HopperLayout, lowered: Lowered, call: Call, backward: Backward,
         buffers: _Buffers, of_pairs: list[torch.Tensor], stream: int,
     ) -> None:  # fmt: skip
-        views, of, orders = layout.views, self._maps.of, layout.orders
+        views, of = layout.views, self._maps.of
         name, stored_ds = "backward_kv", buffers.stored_ds
         sums = (buffers.columns, buffers.factors, buffers.distances, buffers.turns)
         layout.launches[name].run(
@@ -218,15 +226,28 @@ class Hopper:
                 *self._pair_maps(layout, of_pairs),
                 *(() if stored_ds is None else of(views["slopes_desc"], stored_ds.values)),
                 *(() if stored_ds is None else addresses(stored_ds.stored)),
-                *self._counter(layout, call.q.device, stream), call.scale,
-                *layout.sizes, origin(call.q_offset, call.q_index),
-                origin(call.kv_offset, call.kv_index), buffers.statistics.padded,
-                *orders.k.rows, *orders.v.rows, layout.heads_per_wave[name],
+                *self._counter(layout, call.q.device, stream), *backward_numbers(layout, call),
                 *(part for part in sums if part is not None),
                 *capture_arguments(layout.facts, call),
                 *(lists_of(layout, lowered, call, name, stream) if layout.lists else ()),
             ],
         )  # fmt: skip
+
+    def bound_forward(self, layout: Layout, lowered: Lowered, call: Call) -> BoundForward:
+        """See :class:`~..kernels.kernel.Family`."""
+        found = forward_of(self._bound(layout, call), call)
+        return found or bound_forward(self, layout, lowered, call)
+
+    def bound_backward(
+        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
+    ) -> BoundBackward:
+        """See :class:`~..kernels.kernel.Family`."""
+        found = backward_of(self._bound(layout, call), call, backward)
+        return found or bound_backward(self, layout, lowered, call)
+
+    def _bound(self, layout: Layout, call: Call) -> Launches:
+        assert isinstance(layout, HopperLayout)
+        return Launches(layout, self._maps, self._counter, call.q.device)
 
     def movable(self, moving: Moving) -> Moving:
         """See :class:`~..kernels.kernel.Family`."""
@@ -290,8 +311,8 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
     return _Buffers(
         memory=memory,
         lse2=first,
-        delta=first + rows * _FLOAT_BYTES,
-        dq_sums=first + 2 * rows * _FLOAT_BYTES,
+        delta=first + rows * FLOAT_BYTES,
+        dq_sums=first + 2 * rows * FLOAT_BYTES,
         statistics=statistics,
         dk=orders.k.empty(k, kind),
         dv=orders.v.empty(v, kind),
@@ -310,29 +331,25 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
 def _prepare(layout: HopperLayout, backward: Backward, buffers: _Buffers, stream: int) -> None:
     """Launch the kernel of row statistics and of zeros in dQ's sums."""
     out, lse, grad_out, grad_lse, _ = backward
-    batch, heads, q_len = lse.shape
     dlse = lse if grad_lse is None else grad_lse.contiguous()
     layout.launches["prepare_backward"].run(
-        buffers.statistics.padded // STATISTICS_ROWS * batch * heads, stream,
+        prepare_programs(layout), stream,
         [
             out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), dlse.data_ptr(), buffers.lse2,
-            buffers.delta, buffers.dq_sums, *out.stride()[:3], *layout.grad_strides,
-            heads, q_len,
+            buffers.delta, buffers.dq_sums, *prepare_numbers(layout, out),
         ],
     )  # fmt: skip
 
 
 def _dq(layout: HopperLayout, call: Call, buffers: _Buffers, stream: int) -> torch.Tensor:
     """DQ of its sums."""
-    batch, heads, q_len, _ = call.q.shape
     order, narrow = layout.orders.q, layout.facts.narrow_dq
     kind = call.q.dtype if narrow else buffers.dk.dtype
     room = given_room(call, order, kind)
     dq = order.empty(call.q, kind) if room is None else room
-    rows = [step // order.shape[3] for step in dq.stride()[:3]]
     layout.launches["dq_from_sums"].run(
-        buffers.statistics.padded // 32 * batch * heads, stream,
-        [buffers.dq_sums, dq.data_ptr(), call.scale, *rows, heads, q_len],
+        dq_programs(layout), stream,
+        [buffers.dq_sums, dq.data_ptr(), *dq_numbers(call, order, dq.stride())],
     )  # fmt: skip
     return dq
 

@@ -41,9 +41,12 @@ def stream_of(device: torch.device) -> int:
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Makes a tensor's ``device`` the current one meanwhile, where it is not."""
-    if device.index is not None and torch._C._cuda_getDevice() != device.index:
-        return torch.cuda.device(device)
-    return _UNCHANGED
+    return _UNCHANGED if is_current(device) else torch.cuda.device(device)
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether kernels for a tensor's ``device`` are launched there as it is; true of the CPU."""
+    return device.index is None or bool(torch._C._cuda_getDevice() == device.index)
 
 
 def outside_of_graphs(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import Direction
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Gradients, Wants
+    from ..base import Backward, BoundBackward, BoundForward, Call, Gradients, Wants
     from ..emit.facts import KernelFacts
     from ..emit.template import Products
     from ..gradients.plan import GradientPlan
@@ -298,6 +298,17 @@ class Family(Protocol):
         self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
     ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
         """Launch ``Task.BACKWARD``: gradients, and what gives delta (batch, heads, padded rows)."""
+
+    def bound_forward(self, layout: Layout, lowered: Lowered, call: Call) -> BoundForward:
+        """As :meth:`attndsl.backends.base.Backend.bound_forward`, with at least one row."""
+
+    def bound_backward(
+        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
+    ) -> BoundBackward:
+        """As :meth:`attndsl.backends.base.Backend.bound_backward`.
+
+        No gradient of a capture is wanted, and ``grad_out`` is what :meth:`readable` gives.
+        """
 
     def movable(self, moving: Moving) -> Moving:
         """``moving``, with copies of tangents that the kernels cannot read."""

@@ -13,6 +13,7 @@ from ..gradients.lines import line_gradients
 from ..gradients.pairs import with_pair_sums
 from ..gradients.plan import plan_gradients
 from ..kernels.arguments import capture_arguments, origin
+from ..kernels.bound import bound_backward, bound_forward
 from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Task, jobs_of
 from ..kernels.signature import PADDING
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Wants
+    from ..base import Backward, BoundBackward, BoundForward, Call, Wants
     from ..emit.facts import KernelFacts
     from ..gradients.plan import GradientPlan
     from ..kernels.kernel import FixedKernel, Job, Kernel
@@ -189,6 +190,16 @@ class Portable:
             params=params,
         )
         return gradients, lambda: delta
+
+    def bound_forward(self, layout: Layout, lowered: Lowered, call: Call) -> BoundForward:
+        """See :class:`~..kernels.kernel.Family`."""
+        return bound_forward(self, layout, lowered, call)
+
+    def bound_backward(
+        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
+    ) -> BoundBackward:
+        """See :class:`~..kernels.kernel.Family`."""
+        return bound_backward(self, layout, lowered, call)
 
     def movable(self, moving: Moving) -> Moving:
         """``moving``: the kernel reads any strides."""

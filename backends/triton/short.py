@@ -15,13 +15,21 @@ import torch
 
 from ..base import Gradients
 from ..emit.facts import tile_width
-from ..kernels.arguments import capture_arguments, origin
+from ..kernels.arguments import capture_arguments
+from ..kernels.bound import last_arguments
 from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.order import processors_of
 from ..kernels.signature import PADDING
-from ..memory_order import empty_rows
+from ..memory_order import empty_rows, wide_dtype
 from .family import Portable, empty_results, facts_of_task
+from .short_bound import (
+    BoundBackward,
+    BoundForward,
+    backward_numbers,
+    forward_grid,
+    forward_numbers,
+)
 from .short_kernels import BACKWARDS, FORWARDS, KERNELS, NAME
 from .short_tiles import keys_held, most_keys, shape_of
 from .tiles import Widths
@@ -32,6 +40,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Wants
+    from ..base import BoundBackward as BoundGradients
+    from ..base import BoundForward as Bound
     from ..kernels.kernel import FixedKernel, Kernel
     from ..kernels.layout import Layout
 
@@ -104,22 +114,39 @@ class Short(Portable):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~..kernels.kernel.Family`."""
         q = call.q
-        batch, heads, q_len, _ = q.shape
         out, lse = empty_results(layout, call)
         (kernel,) = layout.executables.values()
-        rows = layout.part_rows
         with on_device(q.device):
             kernel.launch_grid(
-                (batch, heads, -(-q_len // rows)),
+                forward_grid(layout),
                 stream_of(q.device),
                 [
-                    q, call.k, call.v, out, lse, *layout.strides, *out.stride()[:3],
-                    call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
-                    origin(call.kv_offset, call.kv_index), rows,
+                    q, call.k, call.v, out, lse, *forward_numbers(layout, call, out.stride()),
                     *capture_arguments(layout.facts, call),
                 ],
             )  # fmt: skip
         return out, lse
+
+    def bound_forward(self, layout: Layout, lowered: Lowered, call: Call) -> Bound:
+        """See :class:`~..kernels.kernel.Family`."""
+        numbers = forward_numbers(layout, call, layout.orders.out.strides)
+        last = last_arguments(layout, call, numbers)
+        if last is None or call.room is not None:
+            return super().bound_forward(layout, lowered, call)
+        (kernel,) = layout.executables.values()
+        return BoundForward(layout, kernel, wide_dtype(call.wide) or call.q.dtype, last)
+
+    def bound_backward(
+        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
+    ) -> BoundGradients:
+        """See :class:`~..kernels.kernel.Family`."""
+        grad_lse, wanted = backward.grad_lse, backward.wanted
+        numbers = backward_numbers(layout, call, backward.out.stride(), grad_lse is not None)
+        last = last_arguments(layout, call, numbers)
+        if last is None or not (grad_lse is None or grad_lse.is_contiguous()):
+            return super().bound_backward(layout, lowered, call, backward)
+        (kernel,) = layout.executables.values()
+        return BoundBackward(layout, kernel, wide_dtype(wanted.wide) or call.q.dtype, last)
 
     def backward(
         self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
@@ -138,10 +165,8 @@ class Short(Portable):
                 (batch, k.shape[1], 1),
                 stream_of(q.device),
                 [
-                    q, k, v, out, grad_out, dq, dk, dv, lse, dlse, delta, *layout.strides,
-                    *out.stride()[:3], *layout.grad_strides, call.scale, *layout.sizes,
-                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                    *orders.q.rows, *orders.k.rows, *orders.v.rows, int(grad_lse is not None),
+                    q, k, v, out, grad_out, dq, dk, dv, lse, dlse, delta,
+                    *backward_numbers(layout, call, out.stride(), grad_lse is not None),
                     *capture_arguments(layout.facts, call),
                 ],
             )  # fmt: skip

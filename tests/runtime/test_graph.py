@@ -80,7 +80,7 @@ def test_what_follows_from_shapes_is_found_out_once(monkeypatch):
     assert counts == [1, 0, 1, 1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("backend", ["triton", "cpu", "reference"])
+@pytest.mark.parametrize("backend", ["triton", "short", "cpu", "reference"])
 def test_known_calls_are_bound_to_what_runs_them(backend, monkeypatch):
     """Unless somebody listens, an address is odd, or another kernel was chosen meanwhile."""
     text = "tensor t[heads, q_len]: float; mask = causal(); score = score * t[h, q]"

@@ -5,14 +5,19 @@ from __future__ import annotations
 import ast
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import triton
-from support.jobs import configs_of, plan_loop, task_of, text_of
-from triton.backends.nvidia import driver as nvidia
+from support.hopper_launches import (
+    backend_of,
+    call_of,
+    kernel_of,
+    plain,
+    tensors,
+    without_addresses,
+)
+from support.jobs import configs_of, plan_loop, text_of
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 import attndsl.backends.hopper.launch as launch_module
@@ -20,15 +25,12 @@ import attndsl.backends.hopper.layout as layout_module
 import attndsl.backends.hopper.shim as shim
 from attndsl.backends.base import Backward, Call, Tangents, Wants
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.arguments import Block, blocks_of
 from attndsl.backends.hopper.launch import TensorMaps, launch_of, view
 from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.kernels.kernel import Task
-from attndsl.backends.kernels.modules import Modules, Prepared
 from attndsl.errors import LaunchWarning
 from attndsl.pipeline import lower
-from attndsl.runtime.programs import default_cache
 from attndsl.source import Source
 
 if TYPE_CHECKING:
@@ -36,124 +38,11 @@ if TYPE_CHECKING:
 
 LOWERED = lower(Source("score"), {})
 WANTS = Wants()
-OTHERS = {
-    "forward": 10, "forward_tangent": 11, "backward_kv": 19, "prepare_backward": 15,
-    "dq_from_sums": 8,
-}  # fmt: skip
-"""How many run-time arguments kernels have besides descriptors."""
-SCRATCH = dict.fromkeys(
-    ("global_scratch_size", "global_scratch_align", "profile_scratch_size",
-     "profile_scratch_align"), 0,
-)  # fmt: skip
-
-
-class CFunctions:
-    """Stand in for Triton's C module: remember launches and what tensor maps are made of."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Any, ...]] = []
-        self.encoded: list[tuple[Any, ...]] = []
-
-    def launch(self, *arguments: Any) -> None:
-        self.launched.append(arguments)
-
-    def fill_tma_descriptor(self, *arguments: Any) -> object:
-        self.encoded.append(_plain(arguments))
-        return ("map", *self.encoded[-1])
-
-    fill_tma_descriptor_tiled = fill_tma_descriptor
-
-    def build_signature_metadata(self, types: list[str]) -> tuple[str, ...]:
-        return tuple(types)
-
-
-def _plain(value: Any) -> Any:
-    """Lists and tuples alike, which C functions take as one."""
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
-
-
-@pytest.fixture
-def functions(monkeypatch: pytest.MonkeyPatch) -> CFunctions:
-    """The installed Triton's launcher, on top of C functions that only remember."""
-    found = CFunctions()
-    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=found))
-    if hasattr(nvidia, "make_launcher"):
-        monkeypatch.setattr(nvidia, "library_dirs", list)
-        monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **_: found)
-    else:
-        monkeypatch.setattr(nvidia, "PyKernelArg", lambda **fields: tuple(fields.items()))
-    return found
-
-
-def kernel_of(name: str, blocks: dict[str, Block], **metadata: Any) -> SimpleNamespace:
-    """As Triton compiles one with these descriptors, whose launcher is the installed Triton's."""
-    signature = {name: block.type for name, block in blocks.items()}
-    signature |= {f"number{place}": "i32" for place in range(OTHERS[name])}
-    signature["BLOCK_M"] = "constexpr"
-    metas = [
-        {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": list(block.shape),
-         "fp4_padded": False}
-        for block in blocks.values()
-    ]  # fmt: skip
-    fields = {"tensordesc_meta": metas, "num_ctas": 1, "instrumentation_mode": ""} | SCRATCH
-    fields |= {"launch_cooperative_grid": False, "launch_pdl": False} | metadata
-    source = SimpleNamespace(
-        signature=signature, constants={}, fn=SimpleNamespace(arg_names=list(signature))
-    )
-    run = nvidia.CudaLauncher(source, SimpleNamespace(**fields))
-    return SimpleNamespace(
-        name=name, run=run, src=source, metadata=SimpleNamespace(**fields), function=77,
-        packed_metadata=(8, 1, 4096),
-    )  # fmt: skip
-
-
-def backend_of(
-    monkeypatch: pytest.MonkeyPatch, built: list[Task] | None = None, persistent: bool = False
-) -> GeneratedBackend:
-    """A backend whose kernels are never compiled, but launched as if they were."""
-
-    def prepare(self, jobs, fixed, device, has_dlse):
-        (job,) = jobs
-        name, facts = job.kernel.name, job.facts
-        if built is not None:
-            built.extend(job.kernel.tasks)
-        config = replace(configs_of(job.lowered, facts, name)[0], persistent=persistent)
-        blocks = blocks_of(task_of(name), facts, config)
-        executables = {name: Executable(kernel_of(name, blocks), config, False, (64,))}
-        for each in fixed:
-            executables[each.name] = Executable(kernel_of(each.name, {}), None, False, (64,))
-        return Prepared(executables, frozenset())
-
-    monkeypatch.setattr(Modules, "prepare", prepare)
-    return hopper_backend(default_cache())
-
-
-def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
-    names = ("batch", "heads", "q_len", "head_dim")
-    sizes = dict(zip(names, q.shape, strict=True)) | {"kv_heads": k.shape[1], "kv_len": k.shape[2]}
-    return Call(q, k, v, 0.125, sizes)
-
-
-def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    k = torch.randn(2, 50, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
-    return torch.randn(2, 4, 40, 64, dtype=torch.bfloat16), k, torch.randn_like(k)
 
 
 def both_directions(backend: GeneratedBackend, call: Call, grad_out: torch.Tensor) -> None:
     out, lse = backend.forward(LOWERED, call)
     backend.backward(LOWERED, call, Backward(out, lse, grad_out, None, WANTS))
-
-
-def _without_addresses(launches: list[tuple[Any, ...]], known: set[int]) -> list[Any]:
-    """Numbers as large as addresses are left out, but for ``known`` ones."""
-
-    def strip(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(strip, value))
-        address = isinstance(value, int) and value > 1 << 32 and value not in known
-        return "address" if address else value
-
-    return [strip(_plain(launch)) for launch in launches]
 
 
 def test_launches_are_those_of_tritons_wrapper(functions, monkeypatch):
@@ -166,7 +55,7 @@ def test_launches_are_those_of_tritons_wrapper(functions, monkeypatch):
         both_directions(backend_of(monkeypatch), call_of(q, k, v), grad_out)
     assert len(direct) == len(functions.launched) == 4
     known = {x.data_ptr() for x in (q, k, v, grad_out)}
-    found, wanted = (_without_addresses(each, known) for each in (direct, functions.launched))
+    found, wanted = (without_addresses(each, known) for each in (direct, functions.launched))
     assert found == wanted
     for address in known:
         assert str(address) in str(found)
@@ -188,8 +77,8 @@ def test_results_lie_as_their_inputs(functions, monkeypatch):
     kernel, dq = functions.launched[-2:]
     assert [each[7] for each in _maps(kernel) if each[1] == grad_out.data_ptr()] == [q.stride()]
     # Rows from one batch entry, head or key to the next, of dK and of dV, then of dQ.
-    assert str((100, 50, 1, 100, 1, 2))[1:-1] in str(_plain(kernel))
-    assert str((160, 1, 4))[1:-1] in str(_plain(dq))
+    assert str((100, 50, 1, 100, 1, 2))[1:-1] in str(plain(kernel))
+    assert str((160, 1, 4))[1:-1] in str(plain(dq))
 
 
 def test_maps_are_made_once(functions, monkeypatch):
@@ -267,7 +156,7 @@ def test_persistent_programs_are_as_many_as_run(functions, monkeypatch, text, pr
     assert len(counters) == (text != "score")
     for counter in counters:
         assert not counter.any()
-        assert all(str(counter.data_ptr()) in str(_plain(x)) for x in functions.launched)
+        assert all(str(counter.data_ptr()) in str(plain(x)) for x in functions.launched)
 
 
 UNEXPECTED = {
@@ -328,9 +217,9 @@ def test_tangents_are_launched_with_the_results(functions, monkeypatch, moving):
             assert (address == like.data_ptr()) == (name not in moving)
             assert (address == rows[name].data_ptr()) == (name == "q" and "q" in moving)
         assert [each[1] for each in maps[7:]] == [out_moved.data_ptr()]
-        assert str(lse.data_ptr()) in str(_plain(launched))
+        assert str(lse.data_ptr()) in str(plain(launched))
         numbers = (lse_moved.data_ptr(), 0.125, 2, 4, 2, 40, 50, 0, 0, 2)
-        assert str(numbers)[1:-1] in str(_plain(launched))
+        assert str(numbers)[1:-1] in str(plain(launched))
     assert built == [Task.FORWARD_TANGENT]
     fields = {"gain": torch.ones(2)}
     assert backend.forward_with_tangents(LOWERED, call, replace(moved, captures=fields)) is None

@@ -1,0 +1,208 @@
+"""The last arguments of Hopper's launches, and calls that are bound to them.
+
+A bound call is one of a graph, see :mod:`..kernels.bound`: what a launch needs beside elements and
+addresses is there already.
+
+Non-goals: tiles by lists, lookups by pairs, gradients of captures, backwards that take turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..base import Gradients
+from ..kernels.arguments import origin
+from ..kernels.bound import last_arguments
+from ..kernels.device import is_current, stream_of
+from ..kernels.tile_lists import STATISTICS_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..base import Backward, Call
+    from ..kernels.bound import LastArguments
+    from ..memory_order import MemoryOrder
+    from .launch import TensorMaps
+    from .layout import HopperLayout
+
+FLOAT_BYTES = 4
+
+
+def forward_numbers(layout: HopperLayout, call: Call) -> list[object]:
+    """Of the forward, behind the counter and before what the program adds."""
+    return [
+        call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
+        origin(call.kv_offset, call.kv_index), layout.heads_per_wave["forward"],
+    ]  # fmt: skip
+
+
+def backward_numbers(layout: HopperLayout, call: Call) -> list[object]:
+    """Of the backward, behind the counter and before sums."""
+    orders = layout.orders
+    return [
+        call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
+        origin(call.kv_offset, call.kv_index), layout.statistics.padded,
+        *orders.k.rows, *orders.v.rows, layout.heads_per_wave["backward_kv"],
+    ]  # fmt: skip
+
+
+def prepare_numbers(layout: HopperLayout, out: torch.Tensor) -> list[object]:
+    """Of the kernel of row statistics, behind addresses."""
+    _, heads, q_len, _ = out.shape
+    return [*out.stride()[:3], *layout.grad_strides, heads, q_len]
+
+
+def dq_numbers(call: Call, order: MemoryOrder, steps: Sequence[int]) -> list[object]:
+    """Of the kernel that makes dQ of its sums, behind addresses. ``steps`` are dQ's strides."""
+    _, heads, q_len, _ = call.q.shape
+    return [call.scale, *[step // order.shape[3] for step in steps[:3]], heads, q_len]
+
+
+def prepare_programs(layout: HopperLayout) -> int:
+    """Of the kernel of row statistics."""
+    batch, heads, padded = layout.statistics
+    return padded // STATISTICS_ROWS * batch * heads
+
+
+def dq_programs(layout: HopperLayout) -> int:
+    """Of the kernel that makes dQ."""
+    batch, heads, padded = layout.statistics
+    return padded // 32 * batch * heads
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """What bound calls of one layout launch with."""
+
+    layout: HopperLayout
+    maps: TensorMaps
+    counter: Callable[[HopperLayout, torch.device, int], list[int]]
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class BoundForward:
+    """See :meth:`attndsl.backends.base.Backend.bound_forward`."""
+
+    own: Launches
+    run: Callable[[int, int, Sequence[object]], None]
+    last: LastArguments
+
+    def __call__(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the forward."""
+        q, k, v, *captures = operands
+        layout, maps, counter, device = (
+            self.own.layout, self.own.maps, self.own.counter, self.own.device,
+        )  # fmt: skip
+        if not is_current(device):
+            with torch.cuda.device(device):
+                return self(operands)
+        order = layout.orders.out
+        out = q.new_empty_strided(order.shape, order.strides)
+        lse = torch.empty_like(layout.rows)
+        stream = stream_of(device)
+        self.run(
+            layout.programs,
+            stream,
+            [
+                *maps.together(layout.operands, q, k, v, out), lse.data_ptr(),
+                *(counter(layout, device, stream) if layout.drawn else ()),
+                *self.last.now(captures),
+            ],
+        )  # fmt: skip
+        return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class BoundBackward:
+    """See :meth:`attndsl.backends.base.Backend.bound_backward`."""
+
+    own: Launches
+    run: Callable[[int, int, Sequence[object]], None]
+    last: LastArguments
+    prepare: Callable[[int, int, Sequence[object]], None]
+    prepare_last: list[object]
+    dq_of: Callable[[int, int, Sequence[object]], None]
+    dq_last: list[object]
+    dtype: torch.dtype
+    """Of the gradients."""
+    programs: tuple[int, int]
+    """Of the kernels before and after the backward."""
+
+    def __call__(self, operands: Sequence[torch.Tensor], backward: Backward) -> Gradients:
+        """Launch the backward, what comes before and what makes dQ."""
+        q, k, v, *captures = operands
+        layout, device = self.own.layout, self.own.device
+        if not is_current(device):
+            with torch.cuda.device(device):
+                return self(operands, backward)
+        out, lse, grad_out, grad_lse, wanted = backward
+        batch, heads, padded = layout.statistics
+        rows, orders = batch * heads * padded, layout.orders
+        kind = self.dtype
+        memory = lse.new_empty_strided((rows * (2 + layout.columns),), (1,))
+        dk = k.new_empty_strided(orders.k.shape, orders.k.strides, dtype=kind)
+        dv = v.new_empty_strided(orders.v.shape, orders.v.strides, dtype=kind)
+        first = memory.data_ptr()
+        delta, sums = first + rows * FLOAT_BYTES, first + 2 * rows * FLOAT_BYTES
+        dlse = lse if grad_lse is None else grad_lse
+        stream = stream_of(device)
+        self.prepare(
+            self.programs[0], stream,
+            [
+                out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), dlse.data_ptr(), first, delta,
+                sums, *self.prepare_last,
+            ],
+        )  # fmt: skip
+        self.run(
+            layout.programs, stream,
+            [
+                *self.own.maps.together(layout.operands, q, k, v, grad_out, memory),
+                sums, dk.data_ptr(), dv.data_ptr(),
+                *(self.own.counter(layout, device, stream) if layout.drawn else ()),
+                *self.last.now(captures),
+            ],
+        )  # fmt: skip
+        dq = None
+        if wanted.q:
+            dq = q.new_empty_strided(orders.q.shape, orders.q.strides, dtype=kind)
+            self.dq_of(self.programs[1], stream, [sums, dq.data_ptr(), *self.dq_last])
+        return Gradients(dq, dk if wanted.k else None, dv if wanted.v else None)
+
+
+def forward_of(own: Launches, call: Call) -> BoundForward | None:
+    """What runs calls like ``call``, or None where more has to be done for each."""
+    layout = own.layout
+    last = last_arguments(layout, call, forward_numbers(layout, call))
+    if last is None or layout.facts.pair_tiles or layout.lists or call.room is not None:
+        return None
+    return BoundForward(own, layout.launches["forward"].run, last)
+
+
+def backward_of(own: Launches, call: Call, backward: Backward) -> BoundBackward | None:
+    """As :func:`forward_of`."""
+    layout, facts = own.layout, own.layout.facts
+    out, _, _, grad_lse, wanted = backward
+    last = last_arguments(layout, call, backward_numbers(layout, call))
+    if (
+        last is None or facts.pair_tiles or layout.lists or call.room is not None
+        or facts.takes_turns or facts.adds_diagonals or wanted.stores_ds
+        or layout.learned.column or layout.learned.factor
+        or (grad_lse is not None and not grad_lse.is_contiguous())
+    ):  # fmt: skip
+        return None
+    launches, orders = layout.launches, layout.orders
+    return BoundBackward(
+        own=own,
+        run=launches["backward_kv"].run,
+        last=last,
+        prepare=launches["prepare_backward"].run,
+        prepare_last=prepare_numbers(layout, out),
+        dq_of=launches["dq_from_sums"].run,
+        dq_last=dq_numbers(call, orders.q, orders.q.strides),
+        dtype=torch.float32 if wanted.wide else call.q.dtype,
+        programs=(prepare_programs(layout), dq_programs(layout)),
+    )

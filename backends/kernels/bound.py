@@ -1,0 +1,80 @@
+"""Calls that differ in elements and addresses alone, bound to what runs them.
+
+A graph of torch makes such a call between other work, when no code of it is in the processor's
+caches: see M54 in docs/measured.md. So all that they have in common is found out once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .arguments import capture_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attndsl.pipeline import Lowered
+
+    from ..base import Backward, BoundBackward, BoundForward, Call, Gradients
+    from .kernel import Family
+    from .layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class LastArguments:
+    """The last arguments of a launch: numbers, and captured tensors in their places."""
+
+    values: list[object]
+    places: tuple[tuple[int, int], ...] = ()
+    """Places of captures among the values, and their numbers among the call's captures."""
+
+    def now(self, captures: Sequence[torch.Tensor]) -> list[object]:
+        """These of a call with other captures."""
+        if not self.places:
+            return self.values
+        values = [*self.values]
+        for place, number in self.places:
+            values[place] = captures[number]
+        return values
+
+
+def last_arguments(layout: Layout, call: Call, numbers: Sequence[object]) -> LastArguments | None:
+    """``numbers``, and what the program adds for ``call``; None where that is made anew each time.
+
+    A capture without elements is replaced by a zero.
+    """
+    added = capture_arguments(layout.facts, call)
+    tensors = [place for place, value in enumerate(added) if isinstance(value, torch.Tensor)]
+    names = [capture.name for capture in layout.facts.captures] if tensors else []
+    if len(names) != len(tensors) or any(
+        added[place] is not call.tensors[name] for place, name in zip(tensors, names, strict=True)
+    ):
+        return None
+    own = [*call.tensors]
+    places = [
+        (len(numbers) + place, own.index(name)) for place, name in zip(tensors, names, strict=True)
+    ]
+    return LastArguments([*numbers, *added], tuple(places))
+
+
+def bound_forward(family: Family, layout: Layout, lowered: Lowered, call: Call) -> BoundForward:
+    """The family's forward, of calls like ``call``."""
+    template = call.emptied()
+
+    def bound(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return family.forward(layout, lowered, template.of(operands))
+
+    return bound
+
+
+def bound_backward(family: Family, layout: Layout, lowered: Lowered, call: Call) -> BoundBackward:
+    """The family's backward, of calls like ``call``."""
+    template = call.emptied()
+
+    def bound(operands: Sequence[torch.Tensor], backward: Backward) -> Gradients:
+        return family.backward(layout, lowered, template.of(operands), backward)[0]
+
+    return bound

@@ -1,0 +1,114 @@
+"""The last arguments of the short kernels' launches, and calls of graphs that are bound to them.
+
+See :mod:`..kernels.bound`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..base import Gradients
+from ..kernels.arguments import origin
+from ..kernels.device import is_current, stream_of
+from ..kernels.signature import PADDING
+from ..memory_order import empty_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..base import Backward, Call
+    from ..kernels.bound import LastArguments
+    from ..kernels.compile import Executable
+    from ..kernels.layout import Layout
+
+
+def forward_numbers(layout: Layout, call: Call, steps: Sequence[int]) -> list[object]:
+    """Behind the tensors, before what the program adds. ``steps`` are the output's strides."""
+    return [
+        *layout.strides, *steps[:3], call.scale, *layout.sizes,
+        origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+        layout.part_rows,
+    ]  # fmt: skip
+
+
+def backward_numbers(
+    layout: Layout, call: Call, steps: Sequence[int], has_dlse: bool
+) -> list[object]:
+    """As :func:`forward_numbers`."""
+    orders = layout.orders
+    return [
+        *layout.strides, *steps[:3], *layout.grad_strides, call.scale, *layout.sizes,
+        origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+        *orders.q.rows, *orders.k.rows, *orders.v.rows, int(has_dlse),
+    ]  # fmt: skip
+
+
+def forward_grid(layout: Layout) -> tuple[int, int, int]:
+    """Programs of a forward: batch entries, heads, parts of a head's rows."""
+    batch, heads, _, q_len, _ = layout.sizes
+    return batch, heads, -(-q_len // layout.part_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundForward:
+    """See :meth:`attndsl.backends.base.Backend.bound_forward`."""
+
+    layout: Layout
+    kernel: Executable
+    dtype: torch.dtype
+    """Of the output."""
+    last: LastArguments
+
+    def __call__(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the forward."""
+        q, k, v, *captures = operands
+        layout, device = self.layout, q.device
+        if not is_current(device):
+            with torch.cuda.device(device):
+                return self(operands)
+        order = layout.orders.out
+        out = q.new_empty_strided(order.shape, order.strides, dtype=self.dtype)
+        lse = torch.empty_like(layout.rows)
+        arguments = [q, k, v, out, lse, *self.last.now(captures)]
+        self.kernel.launch_grid(forward_grid(layout), stream_of(device), arguments)
+        return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class BoundBackward:
+    """See :meth:`attndsl.backends.base.Backend.bound_backward`."""
+
+    layout: Layout
+    kernel: Executable
+    dtype: torch.dtype
+    """Of the gradients."""
+    last: LastArguments
+
+    def __call__(self, operands: Sequence[torch.Tensor], backward: Backward) -> Gradients:
+        """Launch the backward."""
+        q, k, v, *captures = operands
+        layout, kind, device = self.layout, self.dtype, q.device
+        if not is_current(device):
+            with torch.cuda.device(device):
+                return self(operands, backward)
+        out, lse, grad_out, grad_lse, wanted = backward
+        batch, heads, kv_heads, q_len, _ = layout.sizes
+        orders = layout.orders
+        dq = q.new_empty_strided(orders.q.shape, orders.q.strides, dtype=kind)
+        dk = k.new_empty_strided(orders.k.shape, orders.k.strides, dtype=kind)
+        dv = v.new_empty_strided(orders.v.shape, orders.v.strides, dtype=kind)
+        delta = empty_rows(lse, batch, heads, -(-q_len // PADDING) * PADDING)
+        dlse = lse if grad_lse is None else grad_lse
+        self.kernel.launch_grid(
+            (batch, kv_heads, 1),
+            stream_of(device),
+            [
+                q, k, v, out, grad_out, dq, dk, dv, lse, dlse, delta, *self.last.now(captures),
+            ],
+        )  # fmt: skip
+        return Gradients(
+            dq if wanted.q else None, dk if wanted.k else None, dv if wanted.v else None
+        )
