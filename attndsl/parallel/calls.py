@@ -19,7 +19,7 @@ from attndsl.runtime.location import WHOLE
 from .costs import Shape
 from .eager import is_eager
 from .planning import Asked, mask_names
-from .sharded import Job, attend, everywhere
+from .sharded import Job, attend, everywhere, gradients
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,6 +113,37 @@ class Sharded:
             tensors = {name: ref(given[name]) for name in job.names}
             self._known[given_key] = _Known(job, key, plan, tensors)
         return _run(self._cp, job, (q, k, v), given)
+
+    def gradients(
+        self,
+        operands: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
+        *,
+        captures: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """Gradients of q, k and v, for operators with a backward of their own.
+
+        Args:
+            operands: q, k and v of the call; plain tensors.
+            results: ``(out, lse)`` of it, or ``(out,)`` of programs with weights of their own.
+            grads: Of the results; None for zeros.
+            captures: As of the call.
+            **named: The same.
+
+        Returns:
+            As ``operands``.
+
+        Raises:
+            AttnDSLError: As of the call.
+        """
+        options = _options_of(self.attention, named)
+        given = {**self.attention.made_of.defaults, **joined(captures or {}, named)}
+        attention, given = self.attention.variant(given)
+        job, *_ = _planned(self._cp, attention, operands, given, options)
+        tensors = [given[name] for name in job.names]
+        return tuple(gradients(job, (*operands, *tensors), results, grads))
 
     def _of_shards(
         self, attention: Program, operands: Any, captures: Any, rest: Mapping[str, Any]

@@ -183,8 +183,28 @@ class _Saved(NamedTuple):
     own: torch.Tensor
     """This rank's heads of the group's rows of q."""
     results: Sequence[torch.Tensor]
-    islands: Sequence[torch.Tensor]
-    """Of :meth:`.eager.Fetch.end`, where the table keeps them."""
+    islands: Sequence[torch.Tensor] | None
+    """Of :meth:`.eager.Fetch.end`, where the table keeps them; None to fetch them again."""
+
+
+def gradients(
+    job: Job,
+    inputs: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    """Gradients of q, k and v from what :func:`attend` gave, which autograd has not kept.
+
+    Args:
+        job: The call.
+        inputs: q, k, v and the captured tensors, as of :func:`attend`.
+        results: What it returned.
+        grads: Of the results.
+    """
+    own, *rows = (_moved(to_heads, x, job) for x in (inputs[0], *results))
+    wanted = [True] * 3 + [False] * len(job.names)
+    found = _gradients(job, inputs, _Saved(own, rows, None), grads, wanted)
+    return [x for x in found[:3] if x is not None]
 
 
 def _in_one_buffer(

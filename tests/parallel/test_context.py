@@ -50,6 +50,11 @@ def test_two_ranks(tmp_path):
     assert sum(received) * 4 == 2 * told["bytes_sent"][0][2]
 
 
+def test_gradients_from_given_results(tmp_path):
+    told = run_jobs(2, tmp_path, "support.shard_results", ["given_results"])
+    assert told["given_results"] == [None] * 2
+
+
 def test_what_a_second_stream_computes_is_there_where_it_is_read(tmp_path):
     """And the detector of races notices where streams do not wait, or nobody for the network."""
     first, last = run_jobs(2, tmp_path, "support.shard_cases", ["streams"])["streams"]
