@@ -43,7 +43,7 @@ OF_EXTRAS = {
     "lsprotocol": "attndsl/editors/server.py",
     "pygls": "attndsl/editors/server.py",
     "starlette": "attndsl/play/server.py",
-    "torchtitan": "attndsl/torchtitan.py",
+    "torchtitan": "attndsl/torchtitan/",
     "transformers": "attndsl/hf/",
     "uvicorn": "attndsl/play/server.py",
 }

@@ -1,18 +1,17 @@
-"""An attention for models of torchtitan, whose mask and score are a program.
+"""The attention module, and what it shares with the one for shared sequences (:mod:`.shared`).
 
-``Attention.Config(program="q - kv < 1024")`` stands where ``VarlenAttention.Config()`` stands.
-Needs torchtitan 0.3.
+Non-goals: who holds which rows (:mod:`.rows`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
 from attndsl.api import compile as compile_program
 from attndsl.backends.kernels.device import stream_of
@@ -20,20 +19,6 @@ from attndsl.backends.kernels.kept_lists import KeptLists
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.ir import Op, toposort
 from attndsl.joining import join
-
-if find_spec("torchtitan") is None:
-    raise UnsupportedError(
-        "attndsl.torchtitan is for models of torchtitan, which is not installed",
-        hint="pip install torchtitan==0.3.0, as its README says",
-    )
-
-try:
-    from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
-except ImportError as error:
-    raise UnsupportedError(
-        f"attndsl.torchtitan needs torchtitan 0.3 and what it imports: {error}",
-        hint="pip install torchtitan==0.3.0; versions 0.2 have other attention modules",
-    ) from error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,53 +28,80 @@ if TYPE_CHECKING:
 
     Epilogue = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-__all__ = ["Attention"]
-
-_TEXT = """
-param left: int = none
-param right: int = none
+_PREFIX = "titan_"
+DOCUMENT = f"{_PREFIX}document"
+"""What composed programs capture: the document of each position of whole sequences."""
+_DOCUMENTS = """
 tensor document[batch, q_len]: int
-mask = q - kv <= left
-mask = kv - q <= right
 mask = document[b, q] == document[b, kv]
 """
-_PREFIX = "titan_"
-
-
-class _Composed(NamedTuple):
-    """What layers of one text share."""
-
-    attention: Program
-    """Torchtitan's mask and the user's program."""
-    documents: KeptLists
-    """Of the batches that are alive."""
+_KEPT = KeptLists()
+"""Documents of the batches that are alive."""
 
 
 @lru_cache(maxsize=64)
-def _composed(text: str) -> _Composed:
-    """What layers of a user's program have.
+def composed(text: str, window: tuple[int, int]) -> Program:
+    """Torchtitan's mask and a user's program: one for all layers that have both alike.
+
+    Args:
+        text: The user's program.
+        window: How many keys before a row and behind it take part; -1 for all.
 
     Raises:
         AttnDSLError: The program has errors.
         ArgumentError: It captures something, which no configuration of torchtitan gives.
     """
+    left, right = window
+    own = _DOCUMENTS
+    # Numbers of the text, since layers of one model may have several windows, and share captures.
+    own += f"mask = q - kv <= {left}\n" if left >= 0 else ""
+    own += f"mask = kv - q <= {right}\n" if right >= 0 else ""
     if not text.strip():
-        return _Composed(join(_TEXT, prefixes=[_PREFIX]), KeptLists())
-    own = compile_program(text, name="<torchtitan>")
-    found = own.lowered.program
+        return join(own, prefixes=[_PREFIX])
+    given = compile_program(text, name="<torchtitan>")
+    found = given.lowered.program
     names = [*(x.name for x in found.params), *(x.name for x in found.tensors)]
     if names:
         raise ArgumentError(
             f"the program captures {', '.join(names)}",
             hint="write its numbers in the text",
         )
-    return _Composed(join(_TEXT, own, prefixes=[_PREFIX, ""]), KeptLists())
+    return join(own, given, prefixes=[_PREFIX, ""])
 
 
 def _reads_heads(program: Program) -> bool:
     nodes = toposort(*program.lowered.program.roots())
     words = {str(item.value) for item in nodes if item.op in (Op.VAR, Op.SIZE)}
     return not words.isdisjoint({"h", "hkv", "heads", "kv_heads"})
+
+
+def program_of(config: Any) -> Program:
+    """The program of a configuration that has ``program``, ``window_size`` and ``heads``.
+
+    Raises:
+        AttnDSLError: As of :func:`composed`.
+        ArgumentError: It reads heads, and there is no number of heads.
+    """
+    found = composed(config.program, tuple(config.window_size))
+    if config.heads is None and _reads_heads(found):
+        raise ArgumentError(
+            "the program reads heads, and the configuration has no number of heads",
+            hint="write Attention.Config(program=..., heads=16)",
+        )
+    return found
+
+
+def check_heads(heads: int | None, q_BLNH: torch.Tensor) -> None:
+    """Raise if this process has some of ``heads``, those that the program reads.
+
+    Raises:
+        UnsupportedError: It has.
+    """
+    if heads is not None and q_BLNH.shape[2] != heads:
+        raise UnsupportedError(
+            f"the program reads heads, and this process has {q_BLNH.shape[2]} of {heads}",
+            hint="set tensor_parallel_degree to 1, or leave heads out of the program",
+        )
 
 
 def _make_documents(starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
@@ -103,8 +115,8 @@ def _make_documents(starts: torch.Tensor, batch: int, length: int) -> torch.Tens
     return found.view(batch, length)
 
 
-def _documents(program: str, starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """As :func:`_make_documents`; layers of a program get one tensor until ``starts`` changes.
+def _documents(starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """As :func:`_make_documents`; all layers get one tensor until ``starts`` changes.
 
     So the layers of an eager step make their lists of tiles once. A graph makes its own documents,
     and what looks at operations does not find them missing.
@@ -115,7 +127,7 @@ def _documents(program: str, starts: torch.Tensor, batch: int, length: int) -> t
         or starts.device.type not in ("cpu", "cuda")
     ):  # fmt: skip
         return _make_documents(starts, batch, length)
-    (found,) = _composed(program).documents.of(
+    (found,) = _KEPT.of(
         (stream_of(starts.device), batch, length), [starts], starts.device,
         lambda: [_make_documents(starts, batch, length)],
     )  # fmt: skip
@@ -145,22 +157,16 @@ class Attention(VarlenAttention):  # type: ignore[misc]
         super(VarlenAttention, self).__init__()
         self.window_size = config.window_size
         self.heads = config.heads
-        self.program = config.program
-        self.attention = _composed(config.program).attention
-        if config.heads is None and _reads_heads(self.attention):
-            raise ArgumentError(
-                "the program reads heads, and the configuration has no number of heads",
-                hint="write Attention.Config(program=..., heads=16)",
-            )
+        self.attention = program_of(config)
         self._attend: Callable[..., Any] = self.attention
         self._cp: ContextParallel | None = None
 
     def over(self, cp: ContextParallel) -> None:
         """Take this process's rows of sequences that the ranks of ``cp`` share.
 
-        For a training loop of one's own: torchtitan's trainer refuses context parallelism beside
-        ``VarlenAttention``. ``attention_masks`` stay those of the whole sequences. ``cp.shard`` or
-        ``cp.plan`` comes before the call, with ``attention`` and :meth:`captures`.
+        For a training loop of one's own: :class:`attndsl.torchtitan.Trainer` does it by itself.
+        ``attention_masks`` stay those of the whole sequences. ``cp.shard`` or ``cp.plan`` comes
+        before the call, with ``attention`` and :meth:`captures`.
         """
         self._attend, self._cp = cp(self.attention), cp
 
@@ -175,14 +181,7 @@ class Attention(VarlenAttention):  # type: ignore[misc]
                 f"attention_masks is a {type(attention_masks).__name__}",
                 hint="pass what the model's get_attention_masks(positions) gives",
             )
-        document = _documents(self.program, attention_masks.cu_seq_q, batch, length)
-        left, right = self.window_size
-        captures: dict[str, Any] = {f"{_PREFIX}document": document}
-        if left >= 0:
-            captures[f"{_PREFIX}left"] = left
-        if right >= 0:
-            captures[f"{_PREFIX}right"] = right
-        return captures
+        return {DOCUMENT: _documents(attention_masks.cu_seq_q, batch, length)}
 
     def forward(
         self,
@@ -215,12 +214,8 @@ class Attention(VarlenAttention):  # type: ignore[misc]
             ArgumentError: Another kind of ``attention_masks``.
             UnsupportedError: Some of the heads, for a program that reads heads.
         """
-        batch, rows, heads = q_BLNH.shape[:3]
-        if self.heads is not None and heads != self.heads:
-            raise UnsupportedError(
-                f"the program reads heads, and this process has {heads} of {self.heads}",
-                hint="set tensor_parallel_degree to 1, or leave heads out of the program",
-            )
+        check_heads(self.heads, q_BLNH)
+        batch, rows = q_BLNH.shape[:2]
         length = rows if self._cp is None else self._cp.now().length
         captures = self.captures(attention_masks, batch, length)
         found = self._attend(

@@ -1,0 +1,185 @@
+"""torchtitan's own trainer with sequences that processes share.
+
+Beside what ``test_torchtitan.py`` asks for, torchtitan's trainer imports ``tensorboard`` and
+``datasets``, and these import more:
+
+    pip install --no-deps tensorboard protobuf absl-py 'datasets<4.8' dill multiprocess xxhash
+    pip install --no-deps pyarrow pandas python-dateutil six httpx httpcore h11 anyio requests
+    pip install --no-deps urllib3 charset-normalizer certifi idna
+"""
+
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support.shard_work import start_processes
+from support.titan_trainer import BATCH, LENGTH, RUNS, STEPS, Run, config_of, work
+
+from attndsl import errors
+
+NEEDED = ("torchtitan", "tensorboard", "datasets")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}"),
+]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What the first process of each number tells, by number and run; all tell the same losses."""
+    folder, found = tmp_path_factory.mktemp("titan"), {}
+    for world in RUNS:
+        start_processes(work, (world, str(folder)), world)
+        ranks = [
+            json.loads(Path(folder, f"told{world}.{rank}.json").read_text("utf-8"))
+            for rank in range(world)
+        ]
+        for name in RUNS[world]:
+            assert len({str(rank[name]["losses"]) for rank in ranks}) == 1
+            found[world, name] = [rank[name] for rank in ranks]
+    return found
+
+
+SHARED = [(world, name) for world in RUNS for name in RUNS[world] if world > 1]
+
+
+@pytest.mark.parametrize(("world", "name"), SHARED)
+def test_losses_are_those_of_one_process(told, world, name):
+    (alone,), shared = told[1, "alone"], told[world, name]
+    assert len(alone["losses"]) == STEPS
+    assert alone["losses"][2] < alone["losses"][0]
+    assert shared[0]["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    if RUNS[world][name].validated:
+        assert len(alone["validated"]) == 2
+        assert shared[0]["validated"] == pytest.approx(alone["validated"], abs=1e-4)
+    else:
+        assert shared[0]["validated"] == []
+    # Each row is one process's, and all processes have as many.
+    assert {rank["tokens"] for rank in shared} == {STEPS * BATCH * LENGTH // world}
+
+
+def test_layouts_are_those_that_the_configuration_names(told):
+    assert told[1, "alone"][0]["explained"] == ""
+    assert "head_tail" in told[2, "compiled"][0]["explained"]
+    assert "balanced" in told[2, "eager"][0]["explained"]
+    layout_of = importlib.import_module("attndsl.torchtitan.sharing").layout_of
+    assert (layout_of(None), layout_of("auto")) == ("contiguous", "auto")
+
+
+def test_batches_that_cannot_be_shared_are_refused(told):
+    for rank in told[2, "eager"]:
+        without, others = rank["refused"]
+        assert "ArgumentError" in without
+        assert "gives no positions" in without
+        assert "UnsupportedError" in others
+        assert "pixel_values" in others
+
+
+def changed(path, value):
+    """A configuration with two processes to a sequence, and one setting of another value."""
+    config = config_of(Run(2))
+    *parts, last = path.split(".")
+    home = config
+    for part in parts:
+        home = getattr(home, part)
+    setattr(home, last, value)
+    return config
+
+
+def layers_with(attention):
+    config = config_of(Run(2))
+    for layer in config.model_spec.model.layers[2:]:
+        layer.attention.inner_attention = attention
+    return config
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("parallelism.context_parallel_load_balancer", "ptrr", "there is no such layout"),
+        ("training.seq_len", 250, "no layout that gives 2 processes as many"),
+        ("parallelism.pipeline_parallel_degree", 2, "a pipeline has several batches"),
+        ("parallelism.spmd_backend", "full_dtensor", "gathers all keys"),
+        ("debug.spmd_typechecking", True, "checker of SPMD types"),
+        ("training.disable_cuda_graphs", False, "would replay the plan"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(path, value, said):
+    sharing = importlib.import_module("attndsl.torchtitan.sharing")
+    trainer = importlib.import_module("attndsl.torchtitan.trainer")
+    with pytest.raises(errors.AttnDSLError, match=said) as caught:
+        sharing.shared(changed(path, value), trainer.Validator)
+    assert caught.value.hint
+
+
+def test_models_that_cannot_be_shared_are_refused():
+    sharing = importlib.import_module("attndsl.torchtitan.sharing")
+    attention = importlib.import_module("torchtitan.models.common.attention")
+    own = importlib.import_module("attndsl.torchtitan").Attention
+    for given, said in (
+        (attention.FlexAttention.Config(), r"layers\.2\.attention\.inner_attention is a Flex"),
+        (attention.VarlenAttention.Config(), "is a VarlenAttention.Config"),
+        (own.Config(program="weights = dropout(softmax(score), 0.5)"), "has dropout"),
+    ):
+        with pytest.raises(errors.UnsupportedError, match=said):
+            sharing.shared(layers_with(given), None)
+    config = config_of(Run(2))
+    config.model_spec.model.layers.clear()
+    with pytest.raises(errors.UnsupportedError, match="no attention of attndsl"):
+        sharing.shared(config, None)
+
+
+def test_a_validator_of_another_kind_is_refused():
+    sharing = importlib.import_module("attndsl.torchtitan.sharing")
+    trainer = importlib.import_module("attndsl.torchtitan.trainer")
+    config = config_of(Run(2))
+    config.validator = trainer.Validator.Config(enable=True)
+    with pytest.raises(errors.UnsupportedError, match="which shards batches by itself"):
+        sharing.shared(config, trainer.Validator)
+
+
+def test_the_configuration_stays_as_it_is():
+    sharing = importlib.import_module("attndsl.torchtitan.sharing")
+    trainer = importlib.import_module("attndsl.torchtitan.trainer")
+    own = importlib.import_module("attndsl.torchtitan").Attention
+    config = config_of(RUNS[2]["eager"])
+    found = sharing.shared(config, trainer.Validator)
+    assert isinstance(found.validator, trainer.Validator.Config)
+    assert (found.validator.freq, found.validator.steps) == (STEPS, 2)
+    assert all(
+        isinstance(layer.attention.inner_attention, own.Config)
+        for layer in config.model_spec.model.layers
+    )
+    shape = sharing.shape_of(found)
+    assert shape == (1, 16, 16, 16, 16, 4)
+
+
+def test_without_its_packages_the_error_says_what_to_install(monkeypatch):
+    home = importlib.import_module("attndsl.torchtitan")
+    monkeypatch.delitem(sys.modules, "attndsl.torchtitan.trainer", raising=False)
+    monkeypatch.setitem(sys.modules, "torchtitan.distributed.spmd_types", None)
+    with pytest.raises(errors.UnsupportedError, match="spmd_types") as caught:
+        _ = home.Trainer
+    assert "torchtitan==0.3.0" in caught.value.hint
+    with pytest.raises(AttributeError, match="no attribute 'Trained'"):
+        _ = home.Trained
+
+
+def test_the_example_is_a_configuration_of_torchtitan(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "long"))
+    config = importlib.import_module("torchtitan.config").ConfigManager().parse_args(
+        ["--module", "titan", "--config", "llama3_8b_long",
+         "--parallelism.context_parallel_degree", "4"]
+    )  # fmt: skip
+    home = importlib.import_module("attndsl.torchtitan")
+    assert type(config) is home.Trainer.Config
+    sharing = importlib.import_module("attndsl.torchtitan.sharing")
+    validator = importlib.import_module("attndsl.torchtitan.trainer").Validator
+    found = sharing.shared(config, validator)
+    assert sharing.shape_of(found) == (1, 32, 8, 128, 128, 2)
+    programs = [x.attention.inner_attention.program for x in found.model_spec.model.layers]
+    assert programs[:4] == ["q - kv < 4096"] * 3 + [""]
