@@ -113,6 +113,8 @@ class Shared(Module):  # type: ignore[misc]
                 hint="train with attndsl.torchtitan.Trainer",
             )
         operands = q_BLNH, k_BLNH, v_BLNH
+        out: torch.Tensor
+        lse: torch.Tensor | None
         if torch.compiler.is_compiling():
             out, lse = attend_in_graph(
                 *operands, attention_masks, self.text, *self.window_size, scale, self.home

@@ -15,10 +15,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.shard_work import start_processes
 from support.titan_trainer import BATCH, LENGTH, RUNS, STEPS, Run, config_of, work
+from torch.distributed.device_mesh import init_device_mesh
 
 from attndsl import errors
+from attndsl.parallel import Shape
 
 NEEDED = ("torchtitan", "tensorboard", "datasets")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -77,6 +81,57 @@ def test_batches_that_cannot_be_shared_are_refused(told):
         assert "gives no positions" in without
         assert "UnsupportedError" in others
         assert "pixel_values" in others
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("program", "epilogue"),
+    [
+        ("score = softcap(5.0)", None),
+        ("q - kv < 9", lambda out, lse: out * torch.sigmoid(lse).unsqueeze(-1)),
+        ("weights = sigmoid(score)", None),
+    ],
+)
+def test_a_graph_has_what_eager_calls_have(mesh, program, epilogue):
+    """The log-sum-exp too, by which gpt-oss scales outputs; gradients come through both."""
+    parts = [importlib.import_module(f"attndsl.torchtitan.{x}") for x in ("shared", "rows")]
+    module = parts[0].Shared.Config(program=program, window_size=(20, 0)).build()
+    rows = parts[1].Rows(mesh, "auto", [module], Shape(1, 4, 2, 8, 8))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    drawn = torch.Generator().manual_seed(2)
+    for begin in (20, 33):
+        positions = torch.cat([torch.arange(begin), torch.arange(64 - begin)]).expand(2, -1)
+        _, _, more = rows.share({"input": positions, "positions": positions}, positions)
+        operands = [torch.randn(2, 64, n, 8, generator=drawn).requires_grad_() for n in (4, 2, 2)]
+        weight = torch.randn(2, 64, 4, 8, generator=drawn)
+        found = []
+        for call in (module, compiled):
+            out = call(
+                *operands, attention_masks=more["attention_masks"], out_transform=epilogue
+            )  # fmt: skip
+            found.append([out, *torch.autograd.grad((out * weight).sum(), operands)])
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x, y)
+        with torch.no_grad():
+            lone = compiled(
+                *operands, attention_masks=more["attention_masks"], out_transform=epilogue
+            )  # fmt: skip
+        torch.testing.assert_close(lone, found[0][0])
+    assert "64 rows" in rows.explain()
+
+
+def test_a_module_without_a_trainer_says_what_it_needs():
+    shared = importlib.import_module("attndsl.torchtitan.shared")
+    x = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(errors.ArgumentError, match="says no documents") as caught:
+        shared.Shared.Config().build()(x, x, x, attention_masks=None)
+    assert "attndsl.torchtitan.Trainer" in caught.value.hint
 
 
 def changed(path, value):
