@@ -19,34 +19,34 @@ if TYPE_CHECKING:
     from .rows import Rows
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor document, str text, int left, int right, float? scale, "
+    "(Tensor q, Tensor k, Tensor v, Tensor document, str text, int[] window, float? scale, "
     "int home) -> (Tensor, Tensor)"
 )
 _BACKWARD_SCHEMA = (
-    "(Tensor[] inputs, Tensor[] results, Tensor grad_out, Tensor? grad_lse, Tensor document, "
-    "str text, int left, int right, float? scale, int home) -> (Tensor, Tensor, Tensor)"
+    "(Tensor[] inputs, Tensor[] results, Tensor?[] grads, Tensor document, str text, int[] window, "
+    "float? scale, int home) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def _called(text: str, left: int, right: int, home: int) -> tuple[Program, Rows]:
-    return composed(text, (left, right)), HOMES[home]
+def _called(text: str, window: list[int], home: int) -> tuple[Program, Rows]:
+    return composed(text, (window[0], window[1])), HOMES[home]
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document: torch.Tensor, text: str, left: int,
-    right: int, scale: float | None, home: int,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document: torch.Tensor, text: str,
+    window: list[int], scale: float | None, home: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    program, rows = _called(text, left, right, home)
+    program, rows = _called(text, window, home)
     has_lse = program.lowered.program.weights is None
     out, lse = rows.attend(program, (q, k, v), document, scale, has_lse)
     return out.contiguous(), _no_lse(q) if lse is None else lse.contiguous()
 
 
 def _fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document: torch.Tensor, text: str, left: int,
-    right: int, scale: float | None, home: int,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document: torch.Tensor, text: str,
+    window: list[int], scale: float | None, home: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    program, _ = _called(text, left, right, home)
+    program, _ = _called(text, window, home)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     if program.lowered.program.weights is not None:
         return out, _no_lse(q)
@@ -63,12 +63,12 @@ def _no_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 def _backward(
-    inputs: list[torch.Tensor], results: list[torch.Tensor], grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None, document: torch.Tensor, text: str, left: int, right: int,
-    scale: float | None, home: int,
+    inputs: list[torch.Tensor], results: list[torch.Tensor], grads: list[torch.Tensor | None],
+    document: torch.Tensor, text: str, window: list[int], scale: float | None, home: int,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    program, rows = _called(text, left, right, home)
-    out, lse = results
+    program, rows = _called(text, window, home)
+    (out, lse), (grad_out, grad_lse) = results, grads
+    assert grad_out is not None
     found = rows.gradients(program, inputs, (out, lse), (grad_out, grad_lse), document, scale)
     return tuple(x.contiguous() for x in found)
 
@@ -91,8 +91,8 @@ def _gradients(
     q, k, v, document, out, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    found = _call_backward([q, k, v], [out, lse], grad_out, grad_lse, document, *ctx.rest)
-    return *found, *[None] * 6
+    found = _call_backward([q, k, v], [out, lse], [grad_out, grad_lse], document, *ctx.rest)
+    return *found, *[None] * 5
 
 
 attend_in_graph = torch.library.custom_op(

@@ -117,7 +117,7 @@ class Shared(Module):  # type: ignore[misc]
         lse: torch.Tensor | None
         if torch.compiler.is_compiling():
             out, lse = attend_in_graph(
-                *operands, attention_masks, self.text, *self.window_size, scale, self.home
+                *operands, attention_masks, self.text, self.window_size, scale, self.home
             )
         else:
             wants_lse = out_transform is not None
