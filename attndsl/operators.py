@@ -242,7 +242,9 @@ def _flops_of_products(given: Operands, width: int) -> int:
 
 
 def tell_counters() -> None:
-    """Make the numbers of operations known to ``FlopCounterMode``, also to those that are on.
+    """Make the numbers of operations known to ``FlopCounterMode``.
+
+    To those that are on as well, where torch has not put them aside to run an operator.
 
     Torch's module of it takes long to import, so that this waits until somebody else has done so.
     """

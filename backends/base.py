@@ -455,6 +455,18 @@ class Backend(Protocol):
         )
 
 
+def matmul_precision() -> str:
+    """How torch's products of fp32 matrices are set: ``highest``, ``high`` or ``medium``.
+
+    Torch has two settings of it since 2.9, and refuses to say the older one once the other is set.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        own, of_all = torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision
+        return "high" if (of_all if own == "none" else own) == "tf32" else "highest"
+
+
 def _bound(run: Callable[..., Any], lowered: Lowered, template: Call) -> Callable[..., Any]:
     def bound(operands: Sequence[torch.Tensor], *results: Backward) -> Any:
         return run(lowered, template.of(operands), *results)

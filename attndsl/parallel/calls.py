@@ -126,7 +126,7 @@ class Sharded:
         """Gradients of q, k and v, for operators with a backward of their own.
 
         Args:
-            operands: q, k and v of the call; plain tensors.
+            operands: q, k and v of the call; plain tensors, of the dtype that it computed in.
             results: ``(out, lse)`` of it, or ``(out,)`` of programs with weights of their own.
             grads: Of the results; None for zeros.
             captures: As of the call.

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd import profiler
 
-from attndsl.backends.base import Backward, Call, Gradients, Signature, Wants
+from attndsl.backends.base import (
+    Backward,
+    Call,
+    Gradients,
+    Signature,
+    Wants,
+    matmul_precision,
+)
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.memory_order import MemoryOrder, memory_order
 from attndsl.ir import DType
@@ -201,7 +208,7 @@ def _key_of(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[object, ..
     if floats:  # 0.0 and -0.0 are equal, and not the same.
         key += [x.hex() for x in floats]
     if tensors[0].dtype is torch.float32:
-        key.append(torch.get_float32_matmul_precision())
+        key.append(matmul_precision())
     return tuple(key)
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.errors import ArgumentError
+
 from .attention import composed
 from .rows import HOMES
 
@@ -29,7 +31,13 @@ _BACKWARD_SCHEMA = (
 
 
 def _called(text: str, window: list[int], home: int) -> tuple[Program, Rows]:
-    return composed(text, (window[0], window[1])), HOMES[home]
+    rows = HOMES.get(home)
+    if rows is None:
+        raise ArgumentError(
+            "the trainer of this graph is gone, and the graph does not know which rows it has",
+            hint="keep the trainer, or compile the model again with another one",
+        )
+    return composed(text, (window[0], window[1])), rows
 
 
 def _forward(

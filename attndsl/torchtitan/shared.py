@@ -20,7 +20,8 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig
 
-from attndsl.errors import ArgumentError
+from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.runtime.arguments import autocast
 
 from .attention import check_heads, program_of
 from .graphs import attend_in_graph
@@ -103,7 +104,8 @@ class Shared(Module):  # type: ignore[misc]
 
         Raises:
             ArgumentError: Another kind of ``attention_masks``, as where no trainer of ours is.
-            UnsupportedError: Some of the heads, for a program that reads heads.
+            UnsupportedError: Some of the heads, for a program that reads heads; an epilogue beside
+                a program with weights of its own.
         """
         check_heads(self.heads, q_BLNH)
         if self.rows is None or not isinstance(attention_masks, torch.Tensor):
@@ -112,7 +114,13 @@ class Shared(Module):  # type: ignore[misc]
                 "of shared sequences",
                 hint="train with attndsl.torchtitan.Trainer",
             )
-        operands = q_BLNH, k_BLNH, v_BLNH
+        if out_transform is not None and self.attention.lowered.program.weights is not None:
+            raise UnsupportedError(
+                "the program has weights of its own, and the model's epilogue needs a log-sum-exp",
+                hint="choose a program of softmax, or a model without sinks of its own",
+            )
+        # An operator in a graph may run where autocast is off by then.
+        operands = autocast(q_BLNH), autocast(k_BLNH), autocast(v_BLNH)
         out: torch.Tensor
         lse: torch.Tensor | None
         if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""The last arguments of Hopper's launches, and calls that are bound to them.
+"""Calls that are bound to Hopper's launches.
 
 A bound call is one of a graph, see :mod:`..kernels.bound`: what a launch needs beside elements and
 addresses is there already.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base import Gradients
-from ..kernels.arguments import origin
+from ..kernels.arguments import call_numbers
 from ..kernels.bound import last_arguments
 from ..kernels.device import is_current, stream_of
 from ..kernels.tile_lists import STATISTICS_ROWS
@@ -24,53 +24,10 @@ if TYPE_CHECKING:
 
     from ..base import Backward, Call
     from ..kernels.bound import LastArguments
-    from ..memory_order import MemoryOrder
     from .launch import TensorMaps
     from .layout import HopperLayout
 
 FLOAT_BYTES = 4
-
-
-def forward_numbers(layout: HopperLayout, call: Call) -> list[object]:
-    """Of the forward, behind the counter and before what the program adds."""
-    return [
-        call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
-        origin(call.kv_offset, call.kv_index), layout.heads_per_wave["forward"],
-    ]  # fmt: skip
-
-
-def backward_numbers(layout: HopperLayout, call: Call) -> list[object]:
-    """Of the backward, behind the counter and before sums."""
-    orders = layout.orders
-    return [
-        call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
-        origin(call.kv_offset, call.kv_index), layout.statistics.padded,
-        *orders.k.rows, *orders.v.rows, layout.heads_per_wave["backward_kv"],
-    ]  # fmt: skip
-
-
-def prepare_numbers(layout: HopperLayout, out: torch.Tensor) -> list[object]:
-    """Of the kernel of row statistics, behind addresses."""
-    _, heads, q_len, _ = out.shape
-    return [*out.stride()[:3], *layout.grad_strides, heads, q_len]
-
-
-def dq_numbers(call: Call, order: MemoryOrder, steps: Sequence[int]) -> list[object]:
-    """Of the kernel that makes dQ of its sums, behind addresses. ``steps`` are dQ's strides."""
-    _, heads, q_len, _ = call.q.shape
-    return [call.scale, *[step // order.shape[3] for step in steps[:3]], heads, q_len]
-
-
-def prepare_programs(layout: HopperLayout) -> int:
-    """Of the kernel of row statistics."""
-    batch, heads, padded = layout.statistics
-    return padded // STATISTICS_ROWS * batch * heads
-
-
-def dq_programs(layout: HopperLayout) -> int:
-    """Of the kernel that makes dQ."""
-    batch, heads, padded = layout.statistics
-    return padded // 32 * batch * heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +133,8 @@ class BoundBackward:
 def forward_of(own: Launches, call: Call) -> BoundForward | None:
     """What runs calls like ``call``, or None where more has to be done for each."""
     layout = own.layout
-    last = last_arguments(layout, call, forward_numbers(layout, call))
+    numbers = [*call_numbers(layout.sizes, call), layout.heads_per_wave["forward"]]
+    last = last_arguments(layout, call, numbers)
     if last is None or layout.facts.pair_tiles or layout.lists or call.room is not None:
         return None
     return BoundForward(own, layout.launches["forward"].run, last)
@@ -186,7 +144,13 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BoundBackward 
     """As :func:`forward_of`."""
     layout, facts = own.layout, own.layout.facts
     out, _, _, grad_lse, wanted = backward
-    last = last_arguments(layout, call, backward_numbers(layout, call))
+    launches, orders, (batch, heads, padded) = layout.launches, layout.orders, layout.statistics
+    q_len = call.q.shape[2]
+    numbers = [
+        *call_numbers(layout.sizes, call), padded, *orders.k.rows, *orders.v.rows,
+        layout.heads_per_wave["backward_kv"],
+    ]  # fmt: skip
+    last = last_arguments(layout, call, numbers)
     if (
         last is None or facts.pair_tiles or layout.lists or call.room is not None
         or facts.takes_turns or facts.adds_diagonals or wanted.stores_ds
@@ -194,15 +158,14 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BoundBackward 
         or (grad_lse is not None and not grad_lse.is_contiguous())
     ):  # fmt: skip
         return None
-    launches, orders = layout.launches, layout.orders
     return BoundBackward(
         own=own,
         run=launches["backward_kv"].run,
         last=last,
         prepare=launches["prepare_backward"].run,
-        prepare_last=prepare_numbers(layout, out),
+        prepare_last=[*out.stride()[:3], *layout.grad_strides, heads, q_len],
         dq_of=launches["dq_from_sums"].run,
-        dq_last=dq_numbers(call, orders.q, orders.q.strides),
+        dq_last=[call.scale, *orders.q.rows, heads, q_len],
         dtype=torch.float32 if wanted.wide else call.q.dtype,
-        programs=(prepare_programs(layout), dq_programs(layout)),
+        programs=(padded // STATISTICS_ROWS * batch * heads, padded // 32 * batch * heads),
     )

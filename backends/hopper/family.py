@@ -10,25 +10,14 @@ import torch
 from ..base import Gradients, StoredDS
 from ..emit.facts import facts_of, with_gradients
 from ..gradients.plan import plan_gradients
-from ..kernels.arguments import capture_arguments
+from ..kernels.arguments import call_numbers, capture_arguments
 from ..kernels.bound import bound_backward, bound_forward
 from ..kernels.counts import Counts
 from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Job, Task, kernels_of
-from ..kernels.tile_lists import lists_of
+from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import given_room, memory_order, wide_dtype
-from .bound import (
-    FLOAT_BYTES,
-    Launches,
-    backward_numbers,
-    backward_of,
-    dq_numbers,
-    dq_programs,
-    forward_numbers,
-    forward_of,
-    prepare_numbers,
-    prepare_programs,
-)
+from .bound import FLOAT_BYTES, Launches, backward_of, forward_of
 from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
 from .kernels import FIXED, KERNELS
@@ -168,7 +157,8 @@ class Hopper:
                 [
                     *self._maps.together(layout.operands, q, call.k, call.v, out), lse.data_ptr(),
                     *self._pair_maps(layout, of_pairs),
-                    *self._counter(layout, q.device, stream), *forward_numbers(layout, call),
+                    *self._counter(layout, q.device, stream), *call_numbers(layout.sizes, call),
+                    layout.heads_per_wave["forward"],
                     *capture_arguments(layout.facts, call), *lists,
                 ],
             )  # fmt: skip
@@ -213,7 +203,7 @@ class Hopper:
         self, layout: HopperLayout, lowered: Lowered, call: Call, backward: Backward,
         buffers: _Buffers, of_pairs: list[torch.Tensor], stream: int,
     ) -> None:  # fmt: skip
-        views, of = layout.views, self._maps.of
+        views, of, orders = layout.views, self._maps.of, layout.orders
         name, stored_ds = "backward_kv", buffers.stored_ds
         sums = (buffers.columns, buffers.factors, buffers.distances, buffers.turns)
         layout.launches[name].run(
@@ -226,7 +216,9 @@ class Hopper:
                 *self._pair_maps(layout, of_pairs),
                 *(() if stored_ds is None else of(views["slopes_desc"], stored_ds.values)),
                 *(() if stored_ds is None else addresses(stored_ds.stored)),
-                *self._counter(layout, call.q.device, stream), *backward_numbers(layout, call),
+                *self._counter(layout, call.q.device, stream), *call_numbers(layout.sizes, call),
+                buffers.statistics.padded, *orders.k.rows, *orders.v.rows,
+                layout.heads_per_wave[name],
                 *(part for part in sums if part is not None),
                 *capture_arguments(layout.facts, call),
                 *(lists_of(layout, lowered, call, name, stream) if layout.lists else ()),
@@ -331,25 +323,29 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
 def _prepare(layout: HopperLayout, backward: Backward, buffers: _Buffers, stream: int) -> None:
     """Launch the kernel of row statistics and of zeros in dQ's sums."""
     out, lse, grad_out, grad_lse, _ = backward
+    batch, heads, q_len = lse.shape
     dlse = lse if grad_lse is None else grad_lse.contiguous()
     layout.launches["prepare_backward"].run(
-        prepare_programs(layout), stream,
+        buffers.statistics.padded // STATISTICS_ROWS * batch * heads, stream,
         [
             out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), dlse.data_ptr(), buffers.lse2,
-            buffers.delta, buffers.dq_sums, *prepare_numbers(layout, out),
+            buffers.delta, buffers.dq_sums, *out.stride()[:3], *layout.grad_strides,
+            heads, q_len,
         ],
     )  # fmt: skip
 
 
 def _dq(layout: HopperLayout, call: Call, buffers: _Buffers, stream: int) -> torch.Tensor:
     """DQ of its sums."""
+    batch, heads, q_len, _ = call.q.shape
     order, narrow = layout.orders.q, layout.facts.narrow_dq
     kind = call.q.dtype if narrow else buffers.dk.dtype
     room = given_room(call, order, kind)
     dq = order.empty(call.q, kind) if room is None else room
+    rows = [step // order.shape[3] for step in dq.stride()[:3]]
     layout.launches["dq_from_sums"].run(
-        dq_programs(layout), stream,
-        [buffers.dq_sums, dq.data_ptr(), *dq_numbers(call, order, dq.stride())],
+        buffers.statistics.padded // 32 * batch * heads, stream,
+        [buffers.dq_sums, dq.data_ptr(), call.scale, *rows, heads, q_len],
     )  # fmt: skip
     return dq
 

@@ -14,7 +14,7 @@ from ..memory_order import strides
 from .compile import Argument
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -149,6 +149,14 @@ def capture_types(facts: KernelFacts) -> dict[str, Argument]:
 def origin(offset: int | torch.Tensor, index: torch.Tensor | None) -> int | torch.Tensor:
     """What gives logical positions: a map, or the position of row 0 (a number or a 0-d tensor)."""
     return offset if index is None else index
+
+
+def call_numbers(sizes: Sequence[int], call: Call) -> list[object]:
+    """What kernels get of every call: the scale, ``sizes``, and what gives positions."""
+    return [
+        call.scale, *sizes, origin(call.q_offset, call.q_index),
+        origin(call.kv_offset, call.kv_index),
+    ]  # fmt: skip
 
 
 def _checked(name: str, value: int) -> int:

@@ -28,6 +28,7 @@ class LastArguments:
     """The last arguments of a launch: numbers, and captured tensors in their places."""
 
     values: list[object]
+    """None where a captured tensor is, whose memory nothing here keeps."""
     places: tuple[tuple[int, int], ...] = ()
     """Places of captures among the values, and their numbers among the call's captures."""
 
@@ -57,6 +58,8 @@ def last_arguments(layout: Layout, call: Call, numbers: Sequence[object]) -> Las
     places = [
         (len(numbers) + place, own.index(name)) for place, name in zip(tensors, names, strict=True)
     ]
+    for place in tensors:
+        added[place] = None
     return LastArguments([*numbers, *added], tuple(places))
 
 

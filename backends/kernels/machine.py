@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from ..base import matmul_precision
 from ..device.library import row_statistics
 from ..emit.template import Products
 from .compile import is_interpreted
 from .config import shared_memory_of
 
 if TYPE_CHECKING:
+    import torch
+
     from ..emit.facts import KernelFacts
 
 INTERPRETER = "interpreter"
@@ -75,4 +77,4 @@ def precision_of(dtype: str, target: GPUTarget | None) -> str:
     """Input precision of fp32 products: as torch's own matrix products are set."""
     if dtype != "fp32" or target is None or target.backend != "cuda":
         return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32x3" if matmul_precision() == "highest" else "tf32"

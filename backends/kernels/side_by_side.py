@@ -36,7 +36,7 @@ class Turn:
     """The only thread that writes or reads a kernel's text, which holds Python's lock.
 
     Threads that share the lock would all be through late. In turns, what was begun first, and is
-    waited for first, is lowered while the next text is read. See M54 in docs/measured.md.
+    waited for first, is lowered while the next text is read. See M55 in docs/measured.md.
     """
 
     _only = threading.Lock()

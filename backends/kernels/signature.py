@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..base import matmul_precision
 from ..device.library import STATISTICS_PADDING
 from ..emit.draws import kinds_of_draws
 
@@ -28,7 +29,7 @@ def signature_of(
     if grad_out is not None:
         bits |= grad_out.data_ptr()
     q_offset, kv_offset = call.q_offset, call.kv_offset
-    precision = torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None
+    precision = matmul_precision() if q.dtype is torch.float32 else None
     steps = None if grad_out is None else grad_out.stride()
     if (
         signature is not None and not (call.tensors or call.params or call.draws or bits % 16)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base import Gradients
-from ..kernels.arguments import origin
+from ..kernels.arguments import call_numbers
 from ..kernels.device import is_current, stream_of
 from ..kernels.signature import PADDING
 from ..memory_order import empty_rows
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 def forward_numbers(layout: Layout, call: Call, steps: Sequence[int]) -> list[object]:
     """Behind the tensors, before what the program adds. ``steps`` are the output's strides."""
     return [
-        *layout.strides, *steps[:3], call.scale, *layout.sizes,
-        origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-        layout.part_rows,
+        *layout.strides, *steps[:3], *call_numbers(layout.sizes, call), layout.part_rows,
     ]  # fmt: skip
 
 
@@ -40,8 +38,7 @@ def backward_numbers(
     """As :func:`forward_numbers`."""
     orders = layout.orders
     return [
-        *layout.strides, *steps[:3], *layout.grad_strides, call.scale, *layout.sizes,
-        origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+        *layout.strides, *steps[:3], *layout.grad_strides, *call_numbers(layout.sizes, call),
         *orders.q.rows, *orders.k.rows, *orders.v.rows, int(has_dlse),
     ]  # fmt: skip
 

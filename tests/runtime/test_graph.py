@@ -1,11 +1,14 @@
 """What graphs of torch.compile hold of a call."""
 
+import gc
 import math
+from weakref import ref
 
 import pytest
 import torch
 
 import attndsl
+from attndsl.backends.base import matmul_precision
 from attndsl.runtime.dispatch import forget_calls, get_backend
 
 PROGRAMS = {
@@ -130,6 +133,51 @@ def test_known_calls_are_bound_to_what_runs_them(backend, monkeypatch):
     assert ran() == both
     forget_calls()
     assert [ran() for _ in range(2)] == [[], both]
+
+
+@pytest.mark.parametrize("backend", ["triton", "short", "cpu"])
+def test_known_calls_keep_no_capture(backend):
+    """Nor what a graph makes of one. Gradients of captures are kept by nobody either."""
+    text = "tensor t[heads, q_len]: float; score = score * t[h, q]"
+    attention = attndsl.compile(text, backend=backend)
+    forget_calls()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, t: attention(q, q, q, t=t * 2.0), fullgraph=True, backend="aot_eager"
+    )
+    before = [ref(x) for x in gc.get_objects() if type(x) is torch.Tensor]
+    for _ in range(4):
+        q, t = torch.randn(1, 2, 20, 8, requires_grad=True), torch.randn(2, 20)
+        compiled(q, t).sum().backward()
+    del q, t
+    gc.collect()
+    known = {id(x()) for x in before}
+    left = [x.shape for x in gc.get_objects() if type(x) is torch.Tensor and id(x) not in known]
+    assert (2, 20) not in [tuple(shape) for shape in left]
+
+
+@pytest.mark.parametrize("backend", ["triton", "cpu"])
+@pytest.mark.parametrize("value", ["tf32", "ieee"])
+def test_torchs_newer_setting_of_products_is_taken_too(backend, value):
+    """torch refuses to say the older one then."""
+    settings = torch.backends.cuda.matmul
+    if not hasattr(settings, "fp32_precision"):
+        pytest.skip("this torch has the older one alone")
+    before = settings.fp32_precision
+    attention = attndsl.compile("causal()", backend=backend)
+    q = torch.randn(1, 2, 20, 8)
+    wanted = attention(q, q, q)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: attention(q, q, q), fullgraph=True, backend="aot_eager")
+    try:
+        settings.fp32_precision = value
+        assert matmul_precision() == {"tf32": "high", "ieee": "highest"}[value]
+        with torch.no_grad():
+            found = [compiled(q) for _ in range(3)] + [attention(q, q, q)]
+    finally:
+        settings.fp32_precision = before
+    for own in found:
+        torch.testing.assert_close(own, wanted)
 
 
 CONSTANTS = {

@@ -67,6 +67,7 @@ def test_forwards_are_launched_alike(functions, monkeypatch, name, persistent):
     backend = backend_of(monkeypatch, persistent=persistent)
     bound = backend.bound_forward(lowered, first)
     assert type(bound) is BoundForward
+    assert not [x for x in bound.last.values if isinstance(x, torch.Tensor)]
     _, call = made(name, same=False)
     operands = [call.q, call.k, call.v, *call.tensors.values()]
     functions.launched.clear()
