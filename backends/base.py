@@ -463,7 +463,8 @@ def matmul_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        own, of_all = torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision
+        places = torch.backends.cuda.matmul, torch.backends
+        own, of_all = (getattr(x, "fp32_precision", "none") for x in places)
         return "high" if (of_all if own == "none" else own) == "tf32" else "highest"
 
 

@@ -337,7 +337,7 @@ def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.
     usual = _is_usual(tensors)
     known = kept_calls().get(key) if usual else None
     if known is not None:
-        asked = known.asked
+        asked: _Asked = known.asked
         found = known.bound(tensors[asked.results :], asked.backward(tensors))
         return asked.listed(found, tensors[0])
     asked_gradients, of_call = asked_of(what)
