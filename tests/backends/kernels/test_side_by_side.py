@@ -326,6 +326,7 @@ def test_one_at_a_time_has_the_turn():
     assert seen[-1] == "other"
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_process_has_turns_of_its_own():
     """Its parent's thread, which had the turn, is not there to end it."""
     begun, over = threading.Event(), threading.Event()
