@@ -413,11 +413,11 @@ class Backend(Protocol):
         It takes q, k, v and captures. Their shapes, strides and dtypes are those of ``call``, whose
         params are numbers, and all addresses are multiples of 16. Nothing of it is differentiated.
         """
-        return _bound(self.forward, lowered, call.emptied())
+        return bound_call(self.forward, lowered, call)
 
     def bound_backward(self, lowered: Lowered, call: Call, backward: Backward) -> BoundBackward:
         """:meth:`backward` for calls and results as of :meth:`bound_forward`."""
-        return _bound(self.backward, lowered, call.emptied())
+        return bound_call(self.backward, lowered, call)
 
     def marks_entries(self, lowered: Lowered, call: Call) -> bool:
         """Whether batch entries with wrong ``kv_lengths`` or offsets have results of NaN.
@@ -468,11 +468,10 @@ def matmul_precision() -> str:
         return "high" if (of_all if own == "none" else own) == "tf32" else "highest"
 
 
-def _bound(run: Callable[..., Any], lowered: Lowered, template: Call) -> Callable[..., Any]:
-    def bound(operands: Sequence[torch.Tensor], *results: Backward) -> Any:
-        return run(lowered, template.of(operands), *results)
-
-    return bound
+def bound_call(run: Callable[..., Any], lowered: Lowered, call: Call) -> Callable[..., Any]:
+    """``run`` for calls like ``call``: of their tensors, and of results where it takes these."""
+    template = call.emptied()
+    return lambda operands, *results: run(lowered, template.of(operands), *results)
 
 
 @runtime_checkable

@@ -222,8 +222,10 @@ def _is_usual(tensors: Any) -> bool:
     return not bits % ALIGNED
 
 
-def _called(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[Known, Call]:
-    """What is known of a call, and the call.
+def _called(
+    key: tuple[object, ...], tensors: Any, what: str, ints: Any, floats: Any
+) -> tuple[Known, Call]:
+    """What is known of a call of this key, and the call; it has a signature if that is kept.
 
     Graphs make the same calls again and again. What follows from shapes and numbers is found out
     once.
@@ -234,15 +236,15 @@ def _called(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[Known, Cal
     if not is_plain:
         found = _found_out(unpacked(tensors, what, ints, floats))
         return found, found.call
-    kept, key = kept_calls(), _key_of(tensors, what, ints, floats)
-    known: Known | None = kept.get(key)
+    known: Known | None = kept_calls().get(key)
     if known is not None:
         return known, known.call.of(tensors)
     found = _found_out(unpacked(tensors, what, ints, floats))
     call = found.call
     if found.lowered.program.dropout is None:
         call = call._replace(signature=Signature(name_of(head.spec)))
-        _keep(key, found._replace(call=call.emptied()))
+        found = found._replace(call=call.emptied())
+        _keep(key, found)
     return found, call
 
 
@@ -316,18 +318,18 @@ def run_forward(
     if usual and known is not None and known.bound is not None:
         results: tuple[torch.Tensor, torch.Tensor] = known.bound(tensors)
         return results
-    (lowered, _, backend, *_), call = _called(tensors, what, ints, floats)
+    known, call = _called(key, tensors, what, ints, floats)
     with torch.no_grad(), event_of_operator(heading(what).spec):
-        out, lse = backend.forward(lowered, call)
-    known = kept_calls().get(key)
-    if usual and known is not None:
-        _keep(key, known._replace(bound=backend.bound_forward(lowered, call)))
+        out, lse = known.backend.forward(known.lowered, call)
+    if usual and call.signature is not None:
+        _keep(key, known._replace(bound=known.backend.bound_forward(known.lowered, call)))
     return out, lse.contiguous()
 
 
 def run_row_maxima(tensors: Any, what: str, ints: Any, floats: Any) -> torch.Tensor:
     """``attndsl::row_maxima``."""
-    known, call = _called(tensors, what, ints, floats)
+    key = _key_of(tensors, what, ints, floats)
+    known, call = _called(key, tensors, what, ints, floats)
     return row_maxima(known.lowered, call)
 
 
@@ -342,15 +344,18 @@ def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.
         return asked.listed(found, tensors[0])
     asked_gradients, of_call = asked_of(what)
     inputs = tensors[asked_gradients.results :]
-    of_forward, call = _called(inputs, of_call, ints, floats)
+    key_of_forward = _key_of(inputs, of_call, ints, floats)
+    of_forward, call = _called(key_of_forward, inputs, of_call, ints, floats)
     lowered, _, backend, order, _ = of_forward
     asked = _asked(what, tuple(call.tensors), tuple(call.params))
     given = asked.backward(tensors)
     results = settled(call, given, order)
     with event_of_operator(heading(of_call).spec, BACKWARD):
         found = backend.backward(lowered, call, results)
-    is_known = _key_of(inputs, of_call, ints, floats) in kept_calls()
-    if usual and is_known and all(a is b for a, b in zip(given, results, strict=True)):
+    if (
+        usual and call.signature is not None
+        and all(a is b for a, b in zip(given, results, strict=True))
+    ):  # fmt: skip
         bound = backend.bound_backward(lowered, call, results)
         _keep(key, KnownBackward(asked, bound))
     return asked.listed(found, call.q)

@@ -41,7 +41,7 @@ class Launches:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundForward:
+class ForwardLaunch:
     """See :meth:`attndsl.backends.base.Backend.bound_forward`."""
 
     own: Launches
@@ -74,7 +74,7 @@ class BoundForward:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundBackward:
+class BackwardLaunch:
     """See :meth:`attndsl.backends.base.Backend.bound_backward`."""
 
     own: Launches
@@ -130,17 +130,17 @@ class BoundBackward:
         return Gradients(dq, dk if wanted.k else None, dv if wanted.v else None)
 
 
-def forward_of(own: Launches, call: Call) -> BoundForward | None:
+def forward_of(own: Launches, call: Call) -> ForwardLaunch | None:
     """What runs calls like ``call``, or None where more has to be done for each."""
     layout = own.layout
     numbers = [*call_numbers(layout.sizes, call), layout.heads_per_wave["forward"]]
     last = last_arguments(layout, call, numbers)
     if last is None or layout.facts.pair_tiles or layout.lists or call.room is not None:
         return None
-    return BoundForward(own, layout.launches["forward"].run, last)
+    return ForwardLaunch(own, layout.launches["forward"].run, last)
 
 
-def backward_of(own: Launches, call: Call, backward: Backward) -> BoundBackward | None:
+def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch | None:
     """As :func:`forward_of`."""
     layout, facts = own.layout, own.layout.facts
     out, _, _, grad_lse, wanted = backward
@@ -158,7 +158,7 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BoundBackward 
         or (grad_lse is not None and not grad_lse.is_contiguous())
     ):  # fmt: skip
         return None
-    return BoundBackward(
+    return BackwardLaunch(
         own=own,
         run=launches["backward_kv"].run,
         last=last,

@@ -7,10 +7,12 @@ caches: see M54 in docs/measured.md. So all that they have in common is found ou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..base import bound_call
 from .arguments import capture_arguments
 
 if TYPE_CHECKING:
@@ -65,19 +67,13 @@ def last_arguments(layout: Layout, call: Call, numbers: Sequence[object]) -> Las
 
 def bound_forward(family: Family, layout: Layout, lowered: Lowered, call: Call) -> BoundForward:
     """The family's forward, of calls like ``call``."""
-    template = call.emptied()
-
-    def bound(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return family.forward(layout, lowered, template.of(operands))
-
-    return bound
+    return bound_call(partial(family.forward, layout), lowered, call)
 
 
 def bound_backward(family: Family, layout: Layout, lowered: Lowered, call: Call) -> BoundBackward:
     """The family's backward, of calls like ``call``."""
-    template = call.emptied()
 
-    def bound(operands: Sequence[torch.Tensor], backward: Backward) -> Gradients:
-        return family.backward(layout, lowered, template.of(operands), backward)[0]
+    def gradients(lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+        return family.backward(layout, lowered, call, backward)[0]
 
-    return bound
+    return bound_call(gradients, lowered, call)

@@ -24,8 +24,8 @@ from ..kernels.signature import PADDING
 from ..memory_order import empty_rows, wide_dtype
 from .family import Portable, empty_results, facts_of_task
 from .short_bound import (
-    BoundBackward,
-    BoundForward,
+    BackwardLaunch,
+    ForwardLaunch,
     backward_numbers,
     forward_grid,
     forward_numbers,
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Wants
-    from ..base import BoundBackward as BoundGradients
-    from ..base import BoundForward as Bound
+    from ..base import Backward, BoundBackward, BoundForward, Call, Wants
     from ..kernels.kernel import FixedKernel, Kernel
     from ..kernels.layout import Layout
 
@@ -127,18 +125,18 @@ class Short(Portable):
             )  # fmt: skip
         return out, lse
 
-    def bound_forward(self, layout: Layout, lowered: Lowered, call: Call) -> Bound:
+    def bound_forward(self, layout: Layout, lowered: Lowered, call: Call) -> BoundForward:
         """See :class:`~..kernels.kernel.Family`."""
         numbers = forward_numbers(layout, call, layout.orders.out.strides)
         last = last_arguments(layout, call, numbers)
         if last is None or call.room is not None:
             return super().bound_forward(layout, lowered, call)
         (kernel,) = layout.executables.values()
-        return BoundForward(layout, kernel, wide_dtype(call.wide) or call.q.dtype, last)
+        return ForwardLaunch(layout, kernel, wide_dtype(call.wide) or call.q.dtype, last)
 
     def bound_backward(
         self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
-    ) -> BoundGradients:
+    ) -> BoundBackward:
         """See :class:`~..kernels.kernel.Family`."""
         grad_lse, wanted = backward.grad_lse, backward.wanted
         numbers = backward_numbers(layout, call, backward.out.stride(), grad_lse is not None)
@@ -146,7 +144,7 @@ class Short(Portable):
         if last is None or not (grad_lse is None or grad_lse.is_contiguous()):
             return super().bound_backward(layout, lowered, call, backward)
         (kernel,) = layout.executables.values()
-        return BoundBackward(layout, kernel, wide_dtype(wanted.wide) or call.q.dtype, last)
+        return BackwardLaunch(layout, kernel, wide_dtype(wanted.wide) or call.q.dtype, last)
 
     def backward(
         self, layout: Layout, lowered: Lowered, call: Call, backward: Backward

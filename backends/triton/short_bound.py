@@ -50,7 +50,7 @@ def forward_grid(layout: Layout) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundForward:
+class ForwardLaunch:
     """See :meth:`attndsl.backends.base.Backend.bound_forward`."""
 
     layout: Layout
@@ -75,7 +75,7 @@ class BoundForward:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundBackward:
+class BackwardLaunch:
     """See :meth:`attndsl.backends.base.Backend.bound_backward`."""
 
     layout: Layout

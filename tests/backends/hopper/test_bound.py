@@ -13,7 +13,7 @@ from support.hopper_launches import (
 )
 
 from attndsl.backends.base import Backward, Wants
-from attndsl.backends.hopper.bound import BoundBackward, BoundForward
+from attndsl.backends.hopper.bound import BackwardLaunch, ForwardLaunch
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
@@ -66,7 +66,7 @@ def test_forwards_are_launched_alike(functions, monkeypatch, name, persistent):
     added(monkeypatch, first)
     backend = backend_of(monkeypatch, persistent=persistent)
     bound = backend.bound_forward(lowered, first)
-    assert type(bound) is BoundForward
+    assert type(bound) is ForwardLaunch
     assert not [x for x in bound.last.values if isinstance(x, torch.Tensor)]
     _, call = made(name, same=False)
     operands = [call.q, call.k, call.v, *call.tensors.values()]
@@ -95,7 +95,7 @@ def test_backwards_are_launched_alike(functions, monkeypatch, name, asked):
         )
 
     bound = backend.bound_backward(lowered, first, results(first))
-    assert type(bound) is BoundBackward
+    assert type(bound) is BackwardLaunch
     _, call = made(name, same=False)
     operands, given = [call.q, call.k, call.v, *call.tensors.values()], results(call)
     known = addresses(*operands, *given[:4])
@@ -121,9 +121,9 @@ def test_what_has_more_to_do_is_called_as_a_whole(functions, monkeypatch):
     out, lse = backend.forward(lowered, call)
     given = Backward(out, lse, out, None, Wants())
     turns = call._replace(deterministic=True)
-    assert type(backend.bound_backward(lowered, turns, given)) is not BoundBackward
+    assert type(backend.bound_backward(lowered, turns, given)) is not BackwardLaunch
     with_room = call._replace(room=torch.empty_like(out))
-    assert type(backend.bound_forward(lowered, with_room)) is not BoundForward
+    assert type(backend.bound_forward(lowered, with_room)) is not ForwardLaunch
     empty = lower(Source("tensor t[n]: float\nscore = score + t[q - kv]"), {})
     without = call._replace(tensors={"t": torch.zeros(0)}, sizes={**call.sizes, "n": 0})
-    assert type(backend.bound_forward(empty, without)) is not BoundForward
+    assert type(backend.bound_forward(empty, without)) is not ForwardLaunch
