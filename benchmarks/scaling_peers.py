@@ -22,7 +22,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as shards
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +32,8 @@ KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENT
 CAP, WINDOW = 50.0, 1024
 PER_DOCUMENT = "refused: the length of each document must be a multiple of twice the ranks"
 """Why one of torch's load balancers has no part in this: lengths of packed documents are any."""
+PAIRS = 1 << 28
+"""How many pairs of positions a block mask is made of at a time."""
 EVEN = 1.05
 """How much more than the least the slowest rank of a simpler layout may do."""
 
@@ -105,15 +107,41 @@ def flex(
     return {**found, "why": why} if why else {**found, **times("torch_flex", call, backward=gpu)}
 
 
+def block_mask(
+    mask: Callable[..., Any], batch: Any, heads: Any, q_len: int, kv_len: int, device: str,
+    BLOCK_SIZE: tuple[int, int] = (128, 128),
+) -> BlockMask:  # fmt: skip
+    """``create_block_mask``, which has all pairs in memory, of some rows after others.
+
+    A mask of 262,144 rows and keys would otherwise be 69 GB, several times.
+    """
+    step = max(1, PAIRS // kv_len // BLOCK_SIZE[0]) * BLOCK_SIZE[0]
+    made = [
+        create_block_mask(
+            # Positions of rows are those of the whole mask.
+            lambda b, h, q, kv, first=first: mask(b, h, q + first, kv),
+            batch, heads, min(step, q_len - first), kv_len, device, BLOCK_SIZE,
+        )
+        for first in range(0, q_len, step)
+    ]  # fmt: skip
+    parts = [
+        torch.cat([getattr(each, name) for each in made], 2)
+        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    ]
+    return BlockMask.from_kv_blocks(
+        *parts, BLOCK_SIZE=BLOCK_SIZE, mask_mod=mask, seq_lengths=(q_len, kv_len)
+    )
+
+
 @contextmanager
 def masks_by_operations() -> Iterator[None]:
-    """Have torch make block masks of shards by its operations, instead of compiling that.
+    """Have torch make block masks of shards by operations on tensors, instead of compiling that.
 
     Inductor's kernel of a balanced mask was more than 80 s in ptxas, for each layout on each rank
     (torch 2.11). The masks are equal, and their making is not timed.
     """
     compiled = shards._compiled_create_block_mask
-    shards._compiled_create_block_mask = create_block_mask
+    shards._compiled_create_block_mask = block_mask
     try:
         yield
     finally:
@@ -128,7 +156,7 @@ def balanced(
     Returns:
         What was chosen and among what, the blocks of this rank's rows, and their positions.
     """
-    whole = create_block_mask(mask, None, None, length, length, device=device())
+    whole = block_mask(mask, None, None, length, length, device())
     ranks = mesh.size()
     balancers = {
         "contiguous": None,

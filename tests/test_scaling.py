@@ -440,6 +440,27 @@ def test_the_ring_is_held_to_calls_of_ours(scaling, monkeypatch):
     assert functional.scaled_dot_product_attention is of_a_ring
 
 
+def test_block_masks_of_some_rows_at_a_time(scaling, monkeypatch):
+    """Are those that torch makes at once."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    peers = sys.modules["scaling_peers"]
+    length = 1100
+    doc = torch.from_numpy(scaling.document_ids(length, 100))
+    for name, captures in (("causal", {}), ("window1024", {}), ("documents", {"doc": doc})):
+        mask = peers.mask_of(name, captures)
+        wanted = create_block_mask(mask, None, None, length, length, "cpu")
+        for pairs in (1, 300 * length, peers.PAIRS):
+            monkeypatch.setattr(peers, "PAIRS", pairs)
+            made = peers.block_mask(mask, None, None, length, length, "cpu")
+            assert made.seq_lengths == wanted.seq_lengths
+            assert torch.equal(made.to_dense(), wanted.to_dense()), name
+            for part in ("kv", "full_kv", "q", "full_q"):
+                number = getattr(made, f"{part}_num_blocks")
+                assert torch.equal(number, getattr(wanted, f"{part}_num_blocks")), (name, part)
+
+
 def test_functions_of_flex_mean_what_the_programs_mean(scaling):
     """Masks and scores, dense, for all programs that torch is asked for."""
     import torch
