@@ -170,6 +170,13 @@ _HARDWARE = frozenset(
 """Where nothing stands between autograd and what runs a call."""
 
 
+@cache
+def _is_above_hardware(keys: int) -> bool:
+    """Whether what runs a call comes next after autograd: sets of keys take long to look at."""
+    below = torch._C.DispatchKeySet.from_raw_repr(keys) & _AFTER
+    return below.highestPriorityTypeId() in _HARDWARE
+
+
 def _refuse_tangents(tensors: Any) -> None:
     """What runs calls would drop tangents without a word."""
     unpack: Any = forward_ad.unpack_dual
@@ -209,13 +216,12 @@ def _differentiable(name: str, kernel: Callable[..., Any], function: Any) -> Cal
     def run(keys: Any, tensors: Any, what: str, ints: Any, floats: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(tensors)
-        below = keys & _AFTER
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return function.apply(below, what, ints, floats, *tensors)
-        if below.highestPriorityTypeId() in _HARDWARE:
+            return function.apply(keys & _AFTER, what, ints, floats, *tensors)
+        if _is_above_hardware(keys.raw_repr()):
             return kernel(tensors, what, ints, floats)
         with _BELOW():
-            return _OPERATORS[name].redispatch(below, tensors, what, ints, floats)
+            return _OPERATORS[name].redispatch(keys & _AFTER, tensors, what, ints, floats)
 
     return run
 

@@ -261,14 +261,16 @@ def _peer(row: dict[str, Any], system: str) -> str:
 def merged(files: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Rows of several runs, in order: figures of a part are those of the last run that has any.
 
-    ``commit`` is that of our own figures, and a peer has its own, such as ``torch_sdpa_commit``.
+    ``commit`` and ``machine`` are those of our own figures, and a peer has its own, such as
+    ``torch_sdpa_commit``.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for rows in files for row in rows):
         key = tuple(row[x] for x in KEY)
         of_peers = {
-            f"{x}_commit": row["commit"]
-            for x in PEERS if f"{x}_step_ms" in row and "commit" in row
+            f"{x}_{name}": row[name]
+            for x in PEERS if f"{x}_step_ms" in row
+            for name in ("commit", "machine") if name in row
         }  # fmt: skip
         before = found.get(key, {})
         whole = before | of_peers | row

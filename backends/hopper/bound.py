@@ -15,7 +15,7 @@ import torch
 
 from ..base import Gradients
 from ..kernels.arguments import call_numbers
-from ..kernels.bound import last_arguments
+from ..kernels.bound import allocator, last_arguments, rows_of
 from ..kernels.device import is_current, stream_of
 from ..kernels.tile_lists import STATISTICS_ROWS
 
@@ -57,9 +57,9 @@ class ForwardLaunch:
         if not is_current(device):
             with torch.cuda.device(device):
                 return self(operands)
-        order = layout.orders.out
-        out = q.new_empty_strided(order.shape, order.strides)
-        lse = torch.empty_like(layout.rows)
+        order, new = layout.orders.out, allocator(device.type)
+        out = new(order.shape, order.strides, q.dtype)
+        lse = new(*rows_of(layout), torch.float32)
         stream = stream_of(device)
         self.run(
             layout.programs,
@@ -99,10 +99,10 @@ class BackwardLaunch:
         out, lse, grad_out, grad_lse, wanted = backward
         batch, heads, padded = layout.statistics
         rows, orders = batch * heads * padded, layout.orders
-        kind = self.dtype
-        memory = lse.new_empty_strided((rows * (2 + layout.columns),), (1,))
-        dk = k.new_empty_strided(orders.k.shape, orders.k.strides, dtype=kind)
-        dv = v.new_empty_strided(orders.v.shape, orders.v.strides, dtype=kind)
+        kind, new = self.dtype, allocator(device.type)
+        memory = new((rows * (2 + layout.columns),), (1,), torch.float32)
+        dk = new(orders.k.shape, orders.k.strides, kind)
+        dv = new(orders.v.shape, orders.v.strides, kind)
         first = memory.data_ptr()
         delta, sums = first + rows * FLOAT_BYTES, first + 2 * rows * FLOAT_BYTES
         dlse = lse if grad_lse is None else grad_lse
@@ -125,7 +125,7 @@ class BackwardLaunch:
         )  # fmt: skip
         dq = None
         if wanted.q:
-            dq = q.new_empty_strided(orders.q.shape, orders.q.strides, dtype=kind)
+            dq = new(orders.q.shape, orders.q.strides, kind)
             self.dq_of(self.programs[1], stream, [sums, dq.data_ptr(), *self.dq_last])
         return Gradients(dq, dk if wanted.k else None, dv if wanted.v else None)
 

@@ -7,8 +7,8 @@ caches: see M54 in docs/measured.md. So all that they have in common is found ou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +16,35 @@ from ..base import bound_call
 from .arguments import capture_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, BoundBackward, BoundForward, Call, Gradients
     from .kernel import Family
     from .layout import Layout
+
+
+@cache
+def allocator(kind: str) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
+    """Makes a tensor of a size, strides and a dtype on the current device of a kind.
+
+    It is the function by which Inductor's code makes all its tensors, so that it lies in the
+    processor's caches: see M56 in docs/measured.md.
+    """
+    found: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
+    if found is None:
+
+        def found(size: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty_strided(size, strides, dtype=dtype, device=kind)
+
+    return found
+
+
+def rows_of(layout: Layout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Size and strides of a number a row: (batch, heads, q_len), contiguous."""
+    batch, heads, _, q_len, _ = layout.sizes
+    return (batch, heads, q_len), (heads * q_len, q_len, 1)
 
 
 @dataclass(frozen=True, slots=True)

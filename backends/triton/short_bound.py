@@ -12,9 +12,9 @@ import torch
 
 from ..base import Gradients
 from ..kernels.arguments import call_numbers
+from ..kernels.bound import allocator, rows_of
 from ..kernels.device import is_current, stream_of
 from ..kernels.signature import PADDING
-from ..memory_order import empty_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,9 +66,9 @@ class ForwardLaunch:
         if not is_current(device):
             with torch.cuda.device(device):
                 return self(operands)
-        order = layout.orders.out
-        out = q.new_empty_strided(order.shape, order.strides, dtype=self.dtype)
-        lse = torch.empty_like(layout.rows)
+        order, new = layout.orders.out, allocator(device.type)
+        out = new(order.shape, order.strides, self.dtype)
+        lse = new(*rows_of(layout), torch.float32)
         arguments = [q, k, v, out, lse, *self.last.now(captures)]
         self.kernel.launch_grid(forward_grid(layout), stream_of(device), arguments)
         return out, lse
@@ -93,11 +93,12 @@ class BackwardLaunch:
                 return self(operands, backward)
         out, lse, grad_out, grad_lse, wanted = backward
         batch, heads, kv_heads, q_len, _ = layout.sizes
-        orders = layout.orders
-        dq = q.new_empty_strided(orders.q.shape, orders.q.strides, dtype=kind)
-        dk = k.new_empty_strided(orders.k.shape, orders.k.strides, dtype=kind)
-        dv = v.new_empty_strided(orders.v.shape, orders.v.strides, dtype=kind)
-        delta = empty_rows(lse, batch, heads, -(-q_len // PADDING) * PADDING)
+        orders, new = layout.orders, allocator(device.type)
+        dq = new(orders.q.shape, orders.q.strides, kind)
+        dk = new(orders.k.shape, orders.k.strides, kind)
+        dv = new(orders.v.shape, orders.v.strides, kind)
+        padded = -(-q_len // PADDING) * PADDING
+        delta = new((batch, heads, padded), (heads * padded, padded, 1), torch.float32)
         dlse = lse if grad_lse is None else grad_lse
         self.kernel.launch_grid(
             (batch, kv_heads, 1),
