@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from attndsl.analysis import Analysis
 from attndsl.backends.base import NONE, Call, Signature
@@ -60,8 +62,8 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
-        "__weakref__", "_backend", "_by_token", "_checked", "_defaults", "_dims", "_lowered",
-        "_names", "_of_ones", "_optional", "_prepared", "_readied", "_source", "_spec",
+        "__weakref__", "_backend", "_by_token", "_checked", "_defaults", "_dims", "_in_graphs",
+        "_lowered", "_names", "_of_ones", "_optional", "_prepared", "_readied", "_source", "_spec",
         "_steps", "_traced", "_variants", "_warns",
     )  # fmt: skip
 
@@ -75,6 +77,8 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         self._checked = checked
         self._defaults = defaults
         self._warns = warns
+        # All that graphs depend on, as one value to guard; none where calls are followed.
+        self._in_graphs = "" if defaults else f"{spec} {backend} {checked}"
         self._lowered = lowered_program(spec)
         if source.label:
             tell_name(spec, source.label)
@@ -140,32 +144,8 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        return_lse: bool = False,
-        q_offset: int | torch.Tensor = 0,
-        kv_offset: int | torch.Tensor = 0,
-        q_index: torch.Tensor | None = None,
-        kv_index: torch.Tensor | None = None,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        batch: int | None = None,
-        h_offset: int = 0,
-        b_offset: int = 0,
-        kv_lengths: torch.Tensor | None = None,
-        deterministic: bool | None = None,
-        seed: int | torch.Tensor | None = None,
-        tiles: TileMap | None = None,
-        out_dtype: torch.dtype | None = None,
-        captures: Captures | None = None,
-        **named: torch.Tensor | Scalar,
-    ) -> Any:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any
+    ) -> Any:  # fmt: skip
         """Attention of ``q`` over ``k`` and ``v``.
 
         Args:
@@ -199,7 +179,8 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             out_dtype: dtype of the output: ``torch.float32`` for q, k and v of a half type, so that
                 nothing is lost where parts are put together; by default that of q.
             captures: The program's tensors, and its run-time params as numbers or 0-d tensors.
-            **named: The same, by keywords; those called like an argument go into ``captures``.
+            **given: The options above, and captures by keywords; those called like an option go
+                into ``captures``.
 
         Returns:
             out (B, Hq, Lq, Dv) in q's dtype, or in autocast's, which q, k and v take, if there is
@@ -214,14 +195,42 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             UnsupportedError: The backend cannot run the program.
             BackendError: The backend does not work here.
         """
-        captures = named if captures is None else joined(captures, named)
-        if torch.compiler.is_dynamo_compiling() and not self._defaults:
-            found = self._at_once((q, k, v), captures, (
-                scale, seed, deterministic, q_offset, kv_offset, q_index, kv_index, q_len, kv_len,
-                heads, kv_heads, batch, h_offset, b_offset, kv_lengths), (out_dtype, return_lse),
-            )  # fmt: skip
+        # Dynamo guards each default of a function that it follows, so that this one has none.
+        if is_dynamo_compiling() and self._in_graphs:
+            found = self._at_once((q, k, v), given)
             if found is not None:
                 return found
+        return self._called(q, k, v, **given)
+
+    def _called(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        return_lse: bool = False,
+        q_offset: int | torch.Tensor = 0,
+        kv_offset: int | torch.Tensor = 0,
+        q_index: torch.Tensor | None = None,
+        kv_index: torch.Tensor | None = None,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        batch: int | None = None,
+        h_offset: int = 0,
+        b_offset: int = 0,
+        kv_lengths: torch.Tensor | None = None,
+        deterministic: bool | None = None,
+        seed: int | torch.Tensor | None = None,
+        tiles: TileMap | None = None,
+        out_dtype: torch.dtype | None = None,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
+    ) -> Any:
+        """The call, with its options by name."""
+        captures = named if captures is None else joined(captures, named)
         if self._defaults:
             captures = {**self._defaults, **captures}
         if self._optional:
@@ -325,6 +334,9 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self._source)
             raise
+
+    # What it takes, for whoever asks: :func:`inspect.signature`, ``help`` and captures' names.
+    __call__.__signature__ = inspect.signature(_called)  # type: ignore[attr-defined]
 
     def _repeated(self, options: Mapping[str, Any]) -> Repeated:
         """Calls with these options, which are those of :meth:`put` and :meth:`backward`."""

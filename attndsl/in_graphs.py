@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attndsl.compiled import Compiled, is_deterministic
 from attndsl.errors import AttnDSLError
+from attndsl.frontend.declare import CALL_ARGUMENTS
+from attndsl.operators import tell_counters
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.location import Location
 from attndsl.runtime.variants import sizes_of_operands
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
 
     from attndsl.compiled import Captures
 
@@ -31,67 +33,96 @@ class InGraphs(Compiled):
     __slots__ = ()
 
     def _at_once(
-        self, operands: Operands, captures: Mapping[str, Any], numbers: tuple[Any, ...],
-        output: tuple[torch.dtype | None, bool],
-    ) -> torch.Tensor | Results | None:  # fmt: skip
+        self, operands: Operands, given: Mapping[str, Any]
+    ) -> torch.Tensor | Results | None:
         """A call whose checks are made while Dynamo looks away; None of one that it has to follow.
 
         That is a call of which all but the elements of tensors is known while the graph is made.
 
         Args:
             operands: q, k and v.
-            captures: The call's.
-            numbers: The scale, the seed, whether to be deterministic, and where the call lies in a
-                larger one, as of :class:`Location`.
-            output: The dtype of the output, and whether lse is asked for.
+            given: The call's keywords.
         """
         from attndsl.runtime.graph import FORWARD, constant_kinds  # Imports torch.compile.
 
-        given = {}
-        for name, x in captures.items():
-            if x is not None:
-                given[name] = x
-            elif name not in self._optional:
+        tensors, names, absent, numbers = {}, [], [], {}
+        for name, x in given.items():
+            if name != "captures":
+                if x is None or isinstance(x, (int, float, torch.dtype)):
+                    numbers[name] = x
+                else:
+                    tensors[name] = x
+        by_keyword = [*tensors]
+        captures = given.get("captures")
+        if captures is not None and not isinstance(captures, dict):
+            return None
+        for name, x in () if captures is None else captures.items():
+            if name in given:
                 return None  # It is refused where it is followed.
-        kinds = constant_kinds([*operands, *given.values()], numbers)
+            if x is None:
+                absent.append(name)
+            else:
+                tensors[name] = x
+        kinds = constant_kinds([*operands, *tensors.values()], numbers.values())
         if kinds is None:
             return None
-        request = self._spec, self._backend, self._checked
-        found = self._constants(request, kinds, [*given], numbers, output)
+        found = self._constants(self._in_graphs, kinds, ([*tensors], by_keyword, absent), numbers)
         if found is None:
             return None
-        dtypes, names, what, ints, floats = found
-        cast = [
-            x if x.dtype is dtype else x.to(dtype)
-            for x, dtype in zip(operands, dtypes, strict=True)
-        ]
-        made: Results = FORWARD([*cast, *[given[name] for name in names]], what, [*ints], [*floats])
-        return made if output[1] else made[0]
+        (of_q, of_k, of_v), names, what, ints, floats, has_lse = found
+        q, k, v = operands
+        made: Results = FORWARD(
+            [
+                q if q.dtype is of_q else q.to(of_q),
+                k if k.dtype is of_k else k.to(of_k),
+                v if v.dtype is of_v else v.to(of_v),
+                *[tensors[name] for name in names],
+            ],
+            what, [*ints], [*floats],
+        )  # fmt: skip
+        return made if has_lse else made[0]
 
     def _constants(
-        self, request: tuple[Any, ...], kinds: Sequence[tuple[Any, ...]], names: Sequence[str],
-        numbers: tuple[Any, ...], output: tuple[torch.dtype | None, bool],
+        self, own: str, kinds: Sequence[tuple[Any, ...]], names: tuple[Sequence[str], ...],
+        numbers: Mapping[str, Any],
     ) -> tuple[Any, ...] | None:  # fmt: skip
-        """What :func:`attndsl.runtime.graph.arguments_of` finds while a graph is made.
+        """What :func:`attndsl.runtime.graph.arguments_of` finds, and whether lse is asked for.
 
-        This runs while a graph is made, and no graph holds it. ``request`` is what this program
-        depends on: Dynamo guards what it reads for an argument.
+        This runs while a graph is made, and no graph holds it.
+
+        Args:
+            own: What this program depends on: Dynamo guards what it reads for an argument.
+            kinds: See :func:`attndsl.runtime.graph.constant_kinds`.
+            names: Of the tensors among keywords and captures, of those that are keywords, and of
+                captures that are None.
+            numbers: All other keywords.
         """
         from attndsl.runtime.graph import Constants, arguments_of, stand_ins
 
-        scale, seed, deterministic, *place = numbers
-        seed = 0 if seed is None else seed
-        options = CallOptions(scale, seed, is_deterministic(deterministic), output[0])
-        known = Constants(kinds, names, Location(*place), options, output[1])
+        captured, by_keyword, absent = names
+        options = {name: x for name, x in numbers.items() if name in CALL_ARGUMENTS}
+        others = {name: x for name, x in numbers.items() if name not in CALL_ARGUMENTS}
+        if (
+            not CALL_ARGUMENTS.isdisjoint(by_keyword) or options.pop("tiles", None) is not None
+            or any(x is not None for x in others.values())
+            or not {*absent, *others}.issubset(self._optional)
+        ):  # fmt: skip
+            return None  # Params, positions in tensors; or it is refused where it is followed.
+        has_lse, out_dtype = options.pop("return_lse", False), options.pop("out_dtype", None)
+        scale, seed = options.pop("scale", None), options.pop("seed", None)
+        deterministic = is_deterministic(options.pop("deterministic", None))
+        how = CallOptions(scale, 0 if seed is None else seed, deterministic, out_dtype)
+        known = Constants(kinds, captured, Location(**options), how, bool(has_lse))
         made = stand_ins(known)
         if made is None:
             return None
-        captures = dict(zip(names, made[3:], strict=True))
+        tensors = dict(zip(captured, made[3:], strict=True))
         try:
-            own, _ = self.variant(captures, sizes_of_operands(made[0], made[1]), known.location)
-            return arguments_of(own._request, own._lowered.program, made, known)
+            variant, _ = self.variant(tensors, sizes_of_operands(made[0], made[1]), known.location)
+            found = arguments_of(variant._request, variant._lowered.program, made, known)
         except AttnDSLError:  # Dynamo follows the call to where it is raised.
             return None
+        return None if found is None else (*found, has_lse)
 
     # torch.compiler.assume_constant_result does the same, and takes seconds to import.
     _constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -111,6 +142,8 @@ class InGraphs(Compiled):
         """
         from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
 
+        if not torch.compiler.is_compiling():  # Counters see the operator before it runs.
+            tell_counters()
         own, captures = self.variant(captures, sizes_of_operands(*operands[:2]), location)
         call = bind(own._lowered.program, operands, captures, location, options)
         found = attend_in_graph(own._request, call, options.scale)

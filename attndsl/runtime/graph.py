@@ -9,7 +9,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, strided
+from torch import strided
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
@@ -25,7 +25,7 @@ from .higher import is_transformed
 from .operator import operands, through_operator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from attndsl.backends.base import Call, Wants
     from attndsl.ir import Program
@@ -101,35 +101,32 @@ def maxima_in_graph(request: Request, call: Call, scale: float | None) -> torch.
     return found
 
 
-def constant_kinds(
-    tensors: Sequence[Any], options: Sequence[object]
-) -> list[tuple[Any, ...]] | None:
-    """Class, shape, strides, dtype and device of each tensor, if that and all options are known.
+def constant_kinds(tensors: Sequence[Any], numbers: Iterable[Any]) -> list[tuple[Any, ...]] | None:
+    """Class, shape, strides, dtype and device of each tensor, if that and all numbers are known.
 
     Sizes and numbers may be left open where a graph is made.
 
     Args:
         tensors: q, k, v and the captures.
-        options: The call's.
+        numbers: Other arguments: a number, a dtype or None each.
 
     Returns:
-        None if something else than tensors is among ``tensors`` or something else than numbers is
-        among ``options``, or if one of them is open.
+        None if something else than tensors is among ``tensors``, or if a size or number is open.
     """
-    # Dynamo follows this. Names of this module leave fewer guards than names within torch.
-    numbers = []
-    for x in options:
-        if x is not None:
-            if not isinstance(x, int | float):
-                return None
-            numbers.append(x)
-    kinds = []
-    for x in tensors:
-        if not isinstance(x, Tensor) or x.layout is not strided:
-            return None
-        numbers += [*x.shape, *x.stride()]
-        kinds.append((type(x), x.shape, x.stride(), x.dtype, x.device))
+    # Dynamo follows this, and guards each name of Python's that it meets.
+    kinds, sizes = [], []
     for x in numbers:
+        if x is not None and not isinstance(x, torch.dtype):
+            sizes.append(x)
+    try:
+        for x in tensors:
+            if x.layout is not strided:
+                return None
+            sizes += [*x.shape, *x.stride()]
+            kinds.append((x.__class__, x.shape, x.stride(), x.dtype, x.device))
+    except AttributeError:  # It is refused where the call is followed.
+        return None
+    for x in sizes:
         if not has_static_value(x):
             return None
     return kinds
