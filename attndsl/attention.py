@@ -77,7 +77,6 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         self._checked = checked
         self._defaults = defaults
         self._warns = warns
-        # All that graphs depend on, as one value to guard; none where calls are followed.
         self._in_graphs = "" if defaults else f"{spec} {backend} {checked}"
         self._lowered = lowered_program(spec)
         if source.label:

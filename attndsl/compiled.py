@@ -158,6 +158,8 @@ class Compiled:
     _defaults: dict[str, Any]
     _warns: bool
     """As of :class:`Made`."""
+    _in_graphs: str
+    """All of these that graphs depend on; empty where calls have tensors by default."""
     _lowered: Lowered
     _optional: tuple[str, ...]
     """Captures that calls may leave out."""

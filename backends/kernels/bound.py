@@ -6,9 +6,10 @@ caches: see M54 in docs/measured.md. So all that they have in common is found ou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +17,7 @@ from ..base import bound_call
 from .arguments import capture_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from attndsl.pipeline import Lowered
 
@@ -25,20 +26,25 @@ if TYPE_CHECKING:
     from .layout import Layout
 
 
+Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+"""Makes a tensor of a size, strides and a dtype on the current device."""
+
+
 @cache
-def allocator(kind: str) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
-    """Makes a tensor of a size, strides and a dtype on the current device of a kind.
+def allocator(kind: str) -> Allocator:
+    """That of a kind of device, such as ``cuda``.
 
     It is the function by which Inductor's code makes all its tensors, so that it lies in the
     processor's caches: see M56 in docs/measured.md.
     """
-    found: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
-    if found is None:
+    found: Allocator | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
+    return partial(_empty_strided, kind) if found is None else found
 
-        def found(size: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty_strided(size, strides, dtype=dtype, device=kind)
 
-    return found
+def _empty_strided(
+    kind: str, size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:  # fmt: skip
+    return torch.empty_strided(size, strides, dtype=dtype, device=kind)
 
 
 def rows_of(layout: Layout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:

@@ -14,6 +14,7 @@ from support.hopper_launches import (
 
 from attndsl.backends.base import Backward, Wants
 from attndsl.backends.hopper.bound import BackwardLaunch, ForwardLaunch
+from attndsl.backends.kernels.bound import allocator
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
@@ -127,3 +128,11 @@ def test_what_has_more_to_do_is_called_as_a_whole(functions, monkeypatch):
     empty = lower(Source("tensor t[n]: float\nscore = score + t[q - kv]"), {})
     without = call._replace(tensors={"t": torch.zeros(0)}, sizes={**call.sizes, "n": 0})
     assert type(backend.bound_forward(empty, without)) is not ForwardLaunch
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_rooms_are_made_as_asked(kind):
+    """Also where torch has no function of Inductor's for a kind of device."""
+    found = allocator(kind)((2, 3), (1, 2), torch.bfloat16)
+    assert (found.shape, found.stride(), found.dtype) == ((2, 3), (1, 2), torch.bfloat16)
+    assert found.device.type == kind
