@@ -1,11 +1,6 @@
 """torchtitan's own trainer with sequences that processes share.
 
-Beside what ``test_torchtitan.py`` asks for, torchtitan's trainer imports ``tensorboard`` and
-``datasets``, and these import more:
-
-    pip install --no-deps tensorboard protobuf absl-py 'datasets<4.8' dill multiprocess xxhash
-    pip install --no-deps pyarrow pandas python-dateutil six httpx httpcore h11 anyio requests
-    pip install --no-deps urllib3 charset-normalizer certifi idna
+It takes what ``test_torchtitan.py`` asks for, and ``torchdata``.
 """
 
 import importlib
@@ -18,18 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.shard_work import start_processes
-from support.titan_trainer import BATCH, LENGTH, RUNS, STEPS, Run, config_of, work
+from support.titan_trainer import BATCH, LENGTH, RUNS, STEPS, Run, config_of, leave_out, work
 from torch.distributed.device_mesh import init_device_mesh
 
 from attndsl import errors
 from attndsl.parallel import Shape
 
-NEEDED = ("torchtitan", "tensorboard", "datasets")
+NEEDED = ("torchtitan", "torchdata")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _left_out():
+    with leave_out():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,24 @@ def told(tmp_path_factory):
             assert len({str(rank[name]["losses"]) for rank in ranks}) == 1
             found[world, name] = [rank[name] for rank in ranks]
     return found
+
+
+@pytest.mark.gpu
+@pytest.mark.several_gpus
+def test_losses_of_two_gpus_are_those_of_one(tmp_path):
+    """In bf16, eager with checkpoints, and compiled."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = {}
+    for world in (1, 2):
+        start_processes(work, (world, str(tmp_path), "cuda"), world)
+        found[world] = json.loads((tmp_path / f"told{world}.0.json").read_text("utf-8"))
+    alone = found[1].pop("alone")
+    assert alone["losses"][2] < alone["losses"][0]
+    assert "compiled" in found[2]
+    for name, run in found[2].items():
+        assert run["losses"] == pytest.approx(alone["losses"], abs=1e-2), name
+        assert "rows on 2 ranks" in run["explained"]
 
 
 SHARED = [(world, name) for world in RUNS for name in RUNS[world] if world > 1]

@@ -1,27 +1,34 @@
-"""Runs of torchtitan's own trainer on CPUs, by processes that share sequences.
+"""Runs of torchtitan's own trainer, by processes that share sequences.
 
 Its tokenizer and its data are no part of its package: a loader of random documents stands in, and a
-tokenizer that does nothing. torchtitan is for GPUs. So :class:`Processor` stands where it looks for
-one, and what torch's releases have under another name gets its name.
+tokenizer that does nothing. Packages that it imports for data sets and for TensorBoard need not be
+there. torchtitan is for GPUs. So :class:`Processor` stands where it looks for one on a CPU, and
+what torch's releases have under another name, or lack, gets its name.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.machinery
 import json
 import os
+import sys
 import types
 import zlib
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, fsdp
 
 LENGTH, BATCH, ROWS, STEPS = 256, 4, 8, 3
 HAS_SPMD_TYPES = hasattr(dist, "set_timeout")
 """torch 2.13 has neither, and FSDP of it takes no weights of ``spmd_types``."""
+CHUNKS_FAIL = not hasattr(fsdp, "DataParallelMeshDims")
+"""With torch 2.11 a loss of torchtitan's in chunks ends the process, with any attention."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +96,60 @@ class Processor(types.ModuleType):
     empty_cache = reset_peak_memory_stats
 
 
-def stand_in() -> None:
-    """Before anything else of torchtitan is imported."""
-    from torchtitan.tools import utils
+NEVER_USED = {
+    "datasets": ("Dataset", "load_dataset"),
+    "datasets.distributed": ("split_dataset_by_node",),
+    "torch.utils.tensorboard": ("SummaryWriter",),
+}
+"""Modules that torchtitan's trainer imports, and what of them; nothing here uses it."""
 
-    utils.device_type, utils.device_module = "cpu", Processor("processor")
-    if not hasattr(dist, "set_timeout"):
-        dist.set_timeout = distributed_c10d._set_pg_timeout
+
+def stand_in(device: str) -> None:
+    """Before anything else of torchtitan is imported by a process of these runs."""
+    leave_out()
+    if device == "cpu":
+        from torchtitan.tools import utils
+
+        utils.device_type, utils.device_module = "cpu", Processor("processor")
 
 
-def config_of(run: Run) -> Any:
-    """The trainer's: torchtitan's Llama debug model, whose layers have three programs."""
+def leave_out() -> ExitStack:
+    """Have names of what is never used, and of what this torch has by another name or not.
+
+    Returns:
+        What takes them away again where it is closed.
+    """
+    made = ExitStack()
+    for name, members in NEVER_USED.items():
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            module = types.ModuleType(name)
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            module.__path__ = []
+            for member in members:
+                setattr(module, member, None)
+            sys.modules[name] = module
+            made.callback(sys.modules.pop, name)
+    for owner, name, value in (
+        (dist, "set_timeout", distributed_c10d._set_pg_timeout),
+        # Of torch 2.12; for spmd_types alone.
+        (fsdp, "DataParallelMeshDims", type("DataParallelMeshDims", (), {})),
+    ):
+        if not hasattr(owner, name):
+            setattr(owner, name, value)
+            made.callback(delattr, owner, name)
+    return made
+
+
+def config_of(run: Run, kind: str = "float32", compiler: str = "aot_eager") -> Any:
+    """The trainer's: torchtitan's Llama debug model, whose layers have three programs.
+
+    Args:
+        run: The rest.
+        kind: dtype that the model computes in.
+        compiler: What compiles where something is compiled.
+    """
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.components.validate import Validator
@@ -126,14 +176,14 @@ def config_of(run: Run) -> Any:
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
         training=TrainingConfig(
             local_batch_size=run.local_batch, global_batch_size=BATCH, seq_len=LENGTH, steps=STEPS,
-            disable_cuda_graphs=True, mixed_precision_param="float32",
+            disable_cuda_graphs=True, mixed_precision_param=kind,
         ),
         parallelism=ParallelismConfig(
             context_parallel_degree=run.cp, context_parallel_load_balancer=run.balancer,
             spmd_backend=run.backend,
         ),
         activation_checkpoint=checkpoint,
-        compile=CompileConfig(enable=run.compiled, components=["model"], backend="aot_eager"),
+        compile=CompileConfig(enable=run.compiled, components=["model"], backend=compiler),
         validator=Validator.Config(
             enable=run.validated, freq=STEPS, steps=BATCH // run.local_batch,
             dataloader=Loader.Config(),
@@ -162,19 +212,26 @@ def start_alike(model: torch.nn.Module) -> None:
             x.copy_(whole)
 
 
-def work(rank: int, world: int, folder: str) -> None:
+def work(rank: int, world: int, folder: str, device: str = "cpu") -> None:
     """Write what each run of this many processes tells: losses, and what is wrong with a batch."""
     torch.set_num_threads(1)
     # As torchtitan does where it starts the process group.
     torch.autograd.set_multithreading_enabled(False)
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    how: tuple[str, ...] = ()
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        how = ("bfloat16", "inductor")
     store = dist.FileStore(os.path.join(folder, f"store{world}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    stand_in()
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    stand_in(device)
     found: dict[str, Any] = {}
     for name, run in RUNS[world].items():
+        if run.chunked and CHUNKS_FAIL:
+            continue
         torch._dynamo.reset()
-        trainer = config_of(run).build()
+        trainer = config_of(run, *how).build()
         start_alike(trainer.model_parts[0])
         trainer.train()
         found[name] = {
