@@ -45,7 +45,7 @@ class InGraphs(Compiled):
         """
         from attndsl.runtime.graph import FORWARD, constant_kinds  # Imports torch.compile.
 
-        tensors, names, absent, numbers = {}, [], [], {}
+        tensors, numbers, absent = {}, {}, []
         for name, x in given.items():
             if name != "captures":
                 if x is None or isinstance(x, (int, float, torch.dtype)):
