@@ -1,6 +1,6 @@
 """Training steps of five models with attention by SDPA, FlexAttention and attndsl.
 
-    python benchmarks/training.py [--only gpt1k,bert] [--rounds 5] [--tiny]
+    python benchmarks/training.py [--only gpt1k,bert] [--rounds 20] [--tiny]
 
 ========  ==============================================================================
 gpt1k     GPT of 124 M parameters, 1024 tokens, causal
@@ -13,9 +13,10 @@ dit       DiT-B/2 on latents of 64 x 64: 1024 tokens, adaLN-Zero (W. Peebles, S.
 Blocks are pre-norm in all of them; data are random. Each model is one process, in which the ways
 take turns with one set of weights and one optimizer: bf16 autocast, fused AdamW. Blocks, embedding
 and loss are compiled by torch.compile, each once for all layers. ``step_ms`` is the median over
-rounds of the mean of three steps. ``ratio`` is SDPA's step over this one, so below 1 is slower.
-``peak_gb`` is the most memory that torch had allocated in a step (10^9 bytes; GPUs alone). ``loss``
-is that of the first weights, which all ways have to agree on.
+rounds of the mean of three steps. Hosts have slow phases of a second, so that few rounds tell
+little of a model whose steps wait for the host. ``ratio`` is SDPA's step over this one, so below 1
+is slower. ``peak_gb`` is the most memory that torch had allocated in a step (10^9 bytes; GPUs
+alone). ``loss`` is that of the first weights, which all ways have to agree on.
 
 Before anything is measured, all models run a step side by side, so that compiled code lies in the
 caches. On a CPU the script runs tiny models with ``--tiny``, whose graphs are not compiled to C++;
@@ -415,7 +416,7 @@ def main() -> int:
     """Parse the command line, warm up, measure, print and write; 1 if a model has no figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help="names of models, by commas")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="models of two small layers")
     parser.add_argument("--output", type=Path, help="result file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
