@@ -123,7 +123,7 @@ def constant_kinds(tensors: Sequence[Any], numbers: Iterable[Any]) -> list[tuple
             if x.layout is not strided:
                 return None
             sizes += [*x.shape, *x.stride()]
-            kinds.append((x.__class__, x.shape, x.stride(), x.dtype, x.device))
+            kinds.append((type(x), x.shape, x.stride(), x.dtype, x.device))
     except AttributeError:  # It is refused where the call is followed.
         return None
     for x in sizes:

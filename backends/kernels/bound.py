@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
-"""Makes a tensor of a size, strides and a dtype on the current device."""
+"""Makes a tensor of a size, strides and a dtype on the current device, without filling it.
+
+Torch's own functions take tuples, and no subclass of these such as ``torch.Size``."""
 
 
 @cache

@@ -366,6 +366,21 @@ def test_a_call_leaves_few_guards():
     assert len(found.out_guards) < 30
 
 
+class Own(torch.Tensor):
+    """A tensor as users derive their own."""
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_graphs_take_tensors_of_other_classes(place):
+    attention = attndsl.compile("mask = causal()")
+    torch._dynamo.reset()
+    operands = [*torch.randn(3, 1, 2, 6, 4)]
+    wanted = attention(*operands)
+    operands[place] = operands[place].as_subclass(Own)
+    found = torch.compile(attention, fullgraph=True, backend="eager")(*operands)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), wanted)
+
+
 def test_a_call_tells_what_it_takes():
     """Dynamo guards each default that a function has, so that these stand elsewhere."""
     shown = inspect.signature(attndsl.Attention.__call__).parameters
