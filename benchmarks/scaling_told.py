@@ -262,14 +262,14 @@ def merged(files: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Rows of several runs, in order: figures of a part are those of the last run that has any.
 
     ``commit`` and ``machine`` are those of our own figures, and a peer has its own, such as
-    ``torch_sdpa_commit``.
+    ``torch_sdpa_commit``. A row that was merged before keeps a peer's as they are.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for rows in files for row in rows):
         key = tuple(row[x] for x in KEY)
         of_peers = {
             f"{x}_{name}": row[name]
-            for x in PEERS if f"{x}_step_ms" in row
+            for x in PEERS if f"{x}_step_ms" in row and f"{x}_commit" not in row
             for name in ("commit", "machine") if name in row
         }  # fmt: skip
         before = found.get(key, {})

@@ -262,6 +262,20 @@ def test_merged_rows_have_the_commits_of_their_figures(scaling):
     assert (row["commit"], row["torch_sdpa_commit"]) == ("b", "d")
 
 
+def test_merged_rows_have_the_machines_of_their_figures(scaling):
+    """Rows of before tell of no machine of a peer, which is not that of our figures then."""
+    merged = sys.modules["scaling_told"].merged
+    key = {"program": "causal", "heads": "64,8", "ranks": 2, "tokens": 8192}
+    ours = {**key, "attndsl_step_ms": 1.0, "commit": "a", "machine": "H100"}
+    old = {**ours, "torch_sdpa_step_ms": 2.0, "torch_sdpa_commit": "b"}
+    (row,) = merged([[old]])
+    assert "torch_sdpa_machine" not in row
+    theirs = {**key, "torch_sdpa_step_ms": 3.0, "commit": "c", "machine": "H200"}
+    for _ in range(2):
+        (row,) = merged([[row], [theirs]])
+        assert (row["machine"], row["torch_sdpa_machine"]) == ("H100", "H200")
+
+
 def test_tables_tell_the_error_and_what_is_missing(scaling):
     told = sys.modules["scaling_told"]
     figures = {"attndsl_forward_ms": 2.0, "attndsl_step_ms": 12.0, "alone_forward_ms": 1.0,
