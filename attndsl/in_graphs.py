@@ -107,7 +107,7 @@ class InGraphs(Compiled):
             or any(x is not None for x in others.values())
             or not {*absent, *others}.issubset(self._optional)
         ):  # fmt: skip
-            return None  # Params, positions in tensors; or it is refused where it is followed.
+            return None  # Params, tiles, positions in tensors, or what the call refuses.
         has_lse, out_dtype = options.pop("return_lse", False), options.pop("out_dtype", None)
         scale, seed = options.pop("scale", None), options.pop("seed", None)
         deterministic = is_deterministic(options.pop("deterministic", None))
