@@ -15,6 +15,7 @@ from attndsl.compiled import Traced, is_deterministic, without_tensors
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
+from attndsl.other_lengths import OtherLengths, Prepared
 from attndsl.repeated import Repeated
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous, scale_of
 from attndsl.runtime.autograd import attend
@@ -40,7 +41,7 @@ from attndsl.runtime.sources import source_of
 from attndsl.runtime.steps import speaks_of_tokens
 from attndsl.runtime.tiles import given_tiles, tiles_key
 from attndsl.runtime.tuning import Tuning, tune
-from attndsl.runtime.values import Values, check_values, needs_of_values, params_of_dims
+from attndsl.runtime.values import check_values, needs_of_values, params_of_dims
 from attndsl.runtime.variants import dims_of_one, optional_names, sizes_of_operands
 from attndsl.serving import Serving
 from attndsl.views import Views
@@ -63,8 +64,8 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
 
     __slots__ = (
         "__weakref__", "_backend", "_by_token", "_checked", "_defaults", "_dims", "_in_graphs",
-        "_lowered", "_names", "_of_ones", "_optional", "_prepared", "_readied", "_source", "_spec",
-        "_steps", "_traced", "_variants", "_warns",
+        "_lengths", "_lowered", "_names", "_of_ones", "_optional", "_prepared", "_readied",
+        "_source", "_spec", "_steps", "_traced", "_variants", "_warns",
     )  # fmt: skip
 
     def __init__(
@@ -90,9 +91,8 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         self._by_token = speaks_of_tokens(program)
         self._steps = {}
         self._of_ones: dict[Any, Attention] = {}  # By a call's signature, as `_prepared`.
-        # By a call's signature: what was found, if q, k, v are as given, what values need, and how
-        # a part is put into its program's terms.
-        self._prepared: dict[Any, tuple[Backend, Call, bool, Values, Terms | None, bool]] = {}
+        self._prepared: dict[Any, Prepared] = {}  # By a call's signature.
+        self._lengths = OtherLengths()
 
         # The same of calls whose results have room, and of backwards.
         self._readied: dict[Any, Ready] = {}
@@ -285,25 +285,18 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             v.shape, v.stride(), v.dtype, v.device, deterministic, type(scale),
             kinds, tuple(map(captures.get, self._dims)) if self._dims else None, out_dtype,
         )  # fmt: skip
-        if (prepared := self._prepared.get(key)) is None and captures:
-            self = self._for_ones(q, k, captures, location or WHOLE, key)
-            prepared = self._prepared.get(key)
+        if (prepared := self._prepared.get(key)) is None:
+            if captures:
+                self = self._for_ones(q, k, captures, location or WHOLE, key)
+                prepared = self._prepared.get(key)
+            elif kinds is None and (q_offset or not self._warns):
+                prepared = self._lengths.of(k, key)
         lowered = self._lowered
         if prepared is None:
             location = location or Location(q_offset, kv_offset, q_index, kv_index)
-            with pointing_into(self._source):
-                options = CallOptions(scale, seed, deterministic, out_dtype)
-                call = bind(lowered.program, (q, k, v), captures, location, options)
-                terms = None if call.part is None else terms_of(lowered, call)
-                backend, *_ = self._dispatched(call)
-            marks = _marks_entries(backend, terms, call)
-            call = self._questioned(call, location)._replace(signature=Signature(self.name))
-            if len(self._prepared) >= _MAX_SIGNATURES:
-                self._prepared.clear()
-            template = without_tensors(call)
-            as_given = call.q is q and call.k is k and call.v is v
-            needs = needs_of_values(lowered.program, call, captures, (q_offset, kv_offset, seed))
-            self._prepared[key] = backend, template, as_given, needs, terms, marks
+            options = CallOptions(scale, seed, deterministic, out_dtype)
+            made, call = self._prepare((q, k, v), captures, location, options, key)
+            backend, template, as_given, needs, terms, marks = made
         else:
             backend, template, as_given, needs, terms, marks = prepared
             program, part = lowered.program, template.part
@@ -333,6 +326,28 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self._source)
             raise
+
+    def _prepare(
+        self, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], captures: Captures,
+        location: Location, options: CallOptions, key: tuple[Any, ...],
+    ) -> tuple[Prepared, Call]:  # fmt: skip
+        """What is found of a signature's first call, and the call."""
+        lowered = self._lowered
+        with pointing_into(self._source):
+            call = bind(lowered.program, operands, captures, location, options)
+            terms = None if call.part is None else terms_of(lowered, call)
+            backend, *_ = self._dispatched(call)
+        marks = _marks_entries(backend, terms, call)
+        call = self._questioned(call, location)._replace(signature=Signature(self.name))
+        as_given = all(x is y for x, y in zip((call.q, call.k, call.v), operands, strict=True))
+        numbers = location.q_offset, location.kv_offset, options.seed
+        needs = needs_of_values(lowered.program, call, captures, numbers)
+        found = Prepared(backend, without_tensors(call), as_given, needs, terms, marks)
+        if len(self._prepared) >= _MAX_SIGNATURES:
+            self._prepared.clear()
+        self._prepared[key] = found
+        self._lengths.keep(key, found)
+        return found, call
 
     # What it takes, for whoever asks: :func:`inspect.signature`, ``help`` and captures' names.
     __call__.__signature__ = inspect.signature(_called)  # type: ignore[attr-defined]

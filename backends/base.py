@@ -379,6 +379,8 @@ class Backend(Protocol):
     """Whether the output that a backward gets may have heads and batch entries further apart."""
     has_events: bool = False
     """Whether profiles have events of its forwards and backwards that say the program's name."""
+    any_length: bool = False
+    """Whether a call that it can run, it can run with any number of keys, and nothing is kept."""
     contracts: bool = True
     """Whether it runs programs with contractions; others do by :mod:`.widened`."""
 

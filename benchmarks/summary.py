@@ -185,8 +185,11 @@ def _in_graphs(rows: Rows) -> str:
 
 
 def _on_cpus(rows: Rows) -> str:
-    parts = {name: [r["speedup"] for r in rows if (r["case"] == "causal") == plain]
-             for name, plain in (("causal", True), ("other masks and scores", False))}  # fmt: skip
+    kinds = {"causal": "causal", "growing cache": "a query over a growing cache"}
+    parts: dict[str, list[float]] = {}
+    for row in rows:
+        kind = kinds.get(row["case"], "other masks and scores")
+        parts.setdefault(kind, []).append(row["speedup"])
     return "SDPA takes " + ", ".join(
         f"{span(found)} times as long for {name}" for name, found in parts.items()
     )

@@ -29,7 +29,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"saving"}),
     frozenset({"explain", "picture", "made_up"}),
     frozenset({"compiled"}),
-    frozenset({"analysis", "in_graphs", "introspection", "repeated", "serving", "views"}),
+    frozenset(
+        {"analysis", "in_graphs", "introspection", "other_lengths", "repeated", "serving", "views"}
+    ),
     frozenset({"attention"}),
     frozenset({"warming", "comparing"}),
     frozenset({"building"}),

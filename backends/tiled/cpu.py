@@ -7,7 +7,8 @@ that cover every tile of that row with a live pair (see :mod:`.plan`). One matri
 whole span of all the heads of a step, so that Python's and torch's cost a call is spread over many
 pairs, and the scores of a step at a time are what fits into a cache.
 
-Plain scores are torch's own attention, span by span (:mod:`.plain`).
+Plain scores are torch's own attention, span by span (:mod:`.plain`), and those of few rows need no
+plan (:mod:`.one_piece`), nor do those of causal calls (:mod:`.triangles`).
 
 The forward normalises scores span by span as they come (online softmax: M. Milakov, N. Gimelshein,
 arXiv 1805.02867). The backward (:mod:`.backward`) makes them again from ``lse``.
@@ -29,6 +30,8 @@ from ..base import Backend
 from ..dense.reference import check_meaning
 from ..memory_order import empty_like, wide_dtype
 from .backward import StepGradients
+from .merging import finite, merge_
+from .one_piece import in_one_piece
 from .plain import Biases, PlainRows, is_plain, wants_no_more
 from .plan import Plans, limits_of
 from .spans import (
@@ -42,6 +45,7 @@ from .spans import (
     may_be_subnormal,
     place_of,
 )
+from .triangles import Triangles, attend, gradients
 
 if TYPE_CHECKING:
     from attndsl.ir import Program
@@ -61,9 +65,11 @@ class CPUBackend(Backend):
 
     name = "cpu"
     differentiable = False
+    any_length = True
 
     def __init__(self) -> None:
         self._plans = Plans()
+        self._triangles = Triangles()
 
     def why_not(self, device: torch.device) -> str | None:
         """None: it is made of torch operations, and runs wherever they do."""
@@ -75,20 +81,39 @@ class CPUBackend(Backend):
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
-        with torch.no_grad(), _without_autocast(call.q.device.type):
+        with _without_grad(), _without_autocast(call.q.device.type):
             plain = is_plain(lowered.program, call)
+            found = self._as_plain(lowered, call) if plain else None
+            if found is not None:
+                return found
             steps = self._plans.of(lowered, call, limits_of(call, plain))
             return _forward(lowered, call, steps, plain)
+
+    def _as_plain(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A call of plain scores without steps; None where it has to be taken apart."""
+        found = in_one_piece(lowered, call)
+        if found is None and (triangle := self._triangles.of(lowered, call)) is not None:
+            found = attend(call, triangle)
+        return found
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         with torch.no_grad(), _without_autocast(call.q.device.type):
             plain = is_plain(lowered.program, call) and wants_no_more(backward)
+            triangle = self._triangles.of(lowered, call) if plain else None
+            found = None if triangle is None else gradients(call, backward, triangle)
+            if found is not None:
+                return found
             steps = self._plans.of(lowered, call, limits_of(call, plain))
             run = StepGradients(lowered, call, backward, steps, plain)
             for step in steps:
                 run.add(step)
             return run.gradients()
+
+
+def _without_grad() -> AbstractContextManager[object]:
+    # To turn off what is off takes 3 us.
+    return torch.no_grad() if torch.is_grad_enabled() else _UNCHANGED
 
 
 def _without_autocast(kind: str) -> AbstractContextManager[object]:
@@ -194,10 +219,7 @@ class _Rows:
         if self._sum is None:
             self._sum, self._lse = part, lse
             return
-        both = torch.logaddexp(self._lse, lse)
-        shift = _finite(both)
-        self._sum.mul_(torch.exp(self._lse - shift)).addcmul_(part, torch.exp(lse - shift))
-        self._lse = both
+        self._lse = merge_(self._sum, self._lse, part, lse)
 
     def _add_own(self, span: Span, scored: Scored, values: torch.Tensor) -> None:
         assert self._program.weights is not None
@@ -236,11 +258,6 @@ class _Rows:
         tile = self._expressions.tile(self._step, (0, 1), nothing)
         (sink,) = tile.evaluate(self._program.sink)
         both = torch.logaddexp(self._lse, sink.expand(nothing.shape).reshape(self._lse.shape))
-        self._sum.mul_(torch.exp(self._lse - _finite(both)))
+        self._sum.mul_(torch.exp(self._lse - finite(both)))
         # Rows with no live pair stay what they are.
         return self._sum, torch.where(self._lse == -torch.inf, -torch.inf, both)
-
-
-def _finite(x: torch.Tensor) -> torch.Tensor:
-    """What to subtract from exponents, so that exp(-inf - x) is 0 also where x is -inf."""
-    return x.clamp_min(torch.finfo(x.dtype).min)

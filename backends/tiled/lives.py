@@ -36,7 +36,7 @@ class Lives:
         self._mask, self._expressions = mask, expressions
         self._on_diagonals = (
             mask is not None and call.q_index is None and call.kv_index is None
-            and _is_by_distance(mask)
+            and is_by_distance(mask)
         )  # fmt: skip
         self._kept: dict[object, torch.Tensor] = {}
 
@@ -65,6 +65,6 @@ class Lives:
 
 
 @lru_cache(maxsize=256)
-def _is_by_distance(mask: Node) -> bool:
+def is_by_distance(mask: Node) -> bool:
     """Whether pairs of the same distance are all live or all dead. To find out takes 0.1 ms."""
     return not reads_score(mask) and meets_distances_alone(mask)

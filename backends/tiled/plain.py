@@ -20,6 +20,7 @@ import torch
 
 from attndsl.ir import SCORE, reads_score
 
+from .flash import flash_attention, flash_gradients
 from .plan import SPAN
 from .torch_tiles import work_dtype
 
@@ -171,7 +172,7 @@ class PlainRows:
             (matrices, group * rows, dim) and (matrices, group * rows, 1).
         """
         bias, live = self.biases.of(self.step, span, self.place)
-        part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        part, lse = flash_attention(
             queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1),
             attn_mask=bias, scale=self.call.scale,
         )  # fmt: skip
@@ -202,7 +203,7 @@ class PlainRows:
             Laid out as ``queries``, ``keys`` and ``values``.
         """
         bias, _ = self.biases.of(self.step, span, self.place)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        found = flash_gradients(
             of.grad_out.unsqueeze(1), queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1),
             of.out.unsqueeze(1), of.lse.squeeze(-1).unsqueeze(1), 0.0, False,
             attn_mask=bias, scale=self.call.scale,

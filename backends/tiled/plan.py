@@ -6,19 +6,20 @@ import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from attndsl.ir import Op, toposort
 
 from .tile_kinds import tile_kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from attndsl.pipeline import Lowered
 
     from ..base import Call
 
+Found = TypeVar("Found")
 Range = tuple[int, int]
 BLOCK_M = 128
 """Query rows of a tile."""
@@ -109,34 +110,50 @@ class Step:
     spans: tuple[Span, ...]
 
 
+class Kept(Generic[Found]):
+    """What was found of calls, by the numbers that it depends on; the most recent ones."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[object, Found] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(
+        self, key: object | None, make: Callable[[], Found], fits: Callable[[Found], bool]
+    ) -> Found:
+        """What was kept for ``key``, or is made and kept if it ``fits``. None is no key."""
+        if key is None:
+            return make()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = make()
+        if fits(made):
+            with self._lock:
+                self._kept[key] = made
+                while len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+        return made
+
+
 class Plans:
     """Makes plans; remembers those that depend on nothing but numbers."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[object, list[Step]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._kept = Kept[list[Step]]()
 
     def of(self, lowered: Lowered, call: Call, limits: Limits) -> list[Step]:
         """The steps that cover all live pairs of ``call``; rows without any may be in none."""
-        key = _key(lowered, call, limits)
-        if key is None:
-            return make_plan(lowered, call, limits)
-        with self._lock:
-            steps = self._kept.get(key)
-            if steps is not None:
-                self._kept.move_to_end(key)
-                return steps
-        steps = make_plan(lowered, call, limits)
-        if len(steps) <= _KEPT_STEPS:
-            with self._lock:
-                self._kept[key] = steps
-                while len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-        return steps
+        numbers = numbers_of(lowered, call)
+        return self._kept.of(
+            None if numbers is None else (limits, numbers),
+            lambda: make_plan(lowered, call, limits),
+            lambda steps: len(steps) <= _KEPT_STEPS,
+        )
 
 
-def _key(lowered: Lowered, call: Call, limits: Limits) -> object | None:
-    """What the plan of ``call`` depends on; None where that includes elements of tensors."""
+def numbers_of(lowered: Lowered, call: Call) -> object | None:
+    """What live pairs of ``call`` depend on; None where that includes elements of tensors."""
     mask = lowered.program.mask
     numbers = (call.q_offset, call.kv_offset, *call.params.values())
     if call.tiles is not None or call.q_index is not None or call.kv_index is not None:
@@ -146,7 +163,7 @@ def _key(lowered: Lowered, call: Call, limits: Limits) -> object | None:
     if mask is not None and any(item.op is Op.LOAD for item in toposort(mask)):
         return None
     shapes = (*call.q.shape[:3], *call.k.shape[1:3], call.q.shape[3])
-    return lowered.digest, call.q.device.type, limits, *shapes, *call.sizes.items(), *numbers
+    return lowered.digest, call.q.device.type, *shapes, *call.sizes.items(), *numbers
 
 
 def make_plan(lowered: Lowered, call: Call, limits: Limits) -> list[Step]:

@@ -20,6 +20,7 @@ from attndsl.backends.tiled import spans as spans_module
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.tile_kinds import tile_kinds
 from attndsl.backends.tiled.torch_tiles import Tile
+from attndsl.backends.tiled.triangles import Triangles
 from attndsl.errors import UnsupportedError
 from attndsl.ir import SCORE, Op, Program, const, node
 from attndsl.pipeline import lower_program
@@ -569,6 +570,7 @@ def test_plain_scores_are_torchs_own_attention(monkeypatch, small_tiles, name, h
         torch.randn(2, n, 37, 8, dtype=torch.float64, requires_grad=True)
         for n in (*heads, heads[1])
     ]
+    monkeypatch.setattr(Triangles, "of", lambda *_: None)  # Steps, for causal calls too.
     calls = []
     real = plain.PlainRows.gradients
     monkeypatch.setattr(plain.PlainRows, "gradients", lambda *x: calls.append(x) or real(*x))
@@ -623,6 +625,7 @@ def test_spans_that_end_alike_share_a_bias(monkeypatch):
     made = []
     real = plain.Biases._made
     monkeypatch.setattr(plain.Biases, "_made", lambda *x: made.append(x) or real(*x))
+    monkeypatch.setattr(Triangles, "of", lambda *_: None)
     q, k, v = (torch.randn(1, 2, 2000, 8) for _ in range(3))
     out = Bound("causal()")(q, k, v)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -1,0 +1,107 @@
+"""A mask's bounds in a box of pairs (:mod:`attndsl.passes.tiles.intervals`), on Python's numbers.
+
+For questions about one box or a few, where tensors would take longer to make than to ask.
+
+Non-goals: masks that read captured tensors, heads or batch entries; values of keys.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from attndsl.ir import Op, toposort
+from attndsl.passes.evaluate import apply
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.ir import Node
+    from attndsl.passes.evaluate import Value
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call
+    from .plan import Range
+
+_Order = tuple["Node", ...]
+"""What is evaluated, operands first; the last one is the result."""
+
+
+class _Orders(NamedTuple):
+    may: _Order
+    must: _Order
+    rows: tuple[_Order, ...]
+    """Of the values of rows."""
+
+
+class Bounds(NamedTuple):
+    """The bounds of a call's mask. Positions are logical ones, and ranges are not empty."""
+
+    orders: _Orders
+    names: Mapping[str, Value]
+    """Sizes and params."""
+
+    @property
+    def of_one_row(self) -> bool:
+        """Whether boxes have to be of one row."""
+        return bool(self.orders.rows)
+
+    def may(self, q: Range, kv: Range) -> bool:
+        """False only where no pair of the box is live."""
+        return bool(self._value(self.orders.may, q, kv))
+
+    def must(self, q: Range, kv: Range) -> bool:
+        """True only where every pair of the box is live."""
+        return bool(self._value(self.orders.must, q, kv))
+
+    def _value(self, order: _Order, q: Range, kv: Range) -> Value:
+        names = {
+            **self.names, "$q_low": q[0], "$q_high": q[1] - 1, "$kv_low": kv[0],
+            "$kv_high": kv[1] - 1,
+        }  # fmt: skip
+        for number, row in enumerate(self.orders.rows):
+            found = _evaluate(row, {**self.names, "q": q[0]})
+            names[f"$row{number}_low"] = names[f"$row{number}_high"] = found
+        return _evaluate(order, names)
+
+
+def bounds_of(lowered: Lowered, call: Call) -> Bounds | None:
+    """The bounds of a call's mask, or None where they are of more than numbers and positions."""
+    sparsity = lowered.sparsity
+    bounds = sparsity.bounds
+    if (
+        bounds is None or sparsity.by_batch or sparsity.by_head or bounds.columns or bounds.cells
+        or call.q_index is not None or call.kv_index is not None or call.tiles is not None
+        or type(call.q_offset) is not int or type(call.kv_offset) is not int
+    ):  # fmt: skip
+        return None
+    orders = _orders(bounds.may, bounds.must, bounds.rows)
+    if orders is None or any(isinstance(value, torch.Tensor) for value in call.params.values()):
+        return None
+    return Bounds(orders, {**call.sizes, **call.params} if call.params else call.sizes)  # type: ignore[dict-item]
+
+
+@lru_cache(maxsize=256)
+def _orders(may: Node, must: Node, rows: tuple[Node, ...]) -> _Orders | None:
+    found = _Orders(_order(may), _order(must), tuple(map(_order, rows)))
+    every = {item for order in (found.may, found.must, *found.rows) for item in order}
+    reads = any(item.op in (Op.LOAD, Op.DOT, Op.SCORE) for item in every)
+    return None if reads else found
+
+
+def _order(root: Node) -> _Order:
+    return tuple(toposort(root))
+
+
+def _evaluate(order: _Order, names: Mapping[str, Value]) -> Value:
+    values: dict[Node, Value] = {}
+    for item in order:
+        if item.args:
+            values[item] = apply(item, [values[arg] for arg in item.args])
+        elif item.op is Op.CONST:
+            values[item] = item.value  # type: ignore[assignment]
+        else:
+            values[item] = names[str(item.value)]
+    return values[order[-1]]

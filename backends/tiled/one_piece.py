@@ -1,0 +1,101 @@
+"""Few rows over keys that they all see: torch's own attention, once, and no plan.
+
+A step of decoding has one row, and its cache has another length each time. To look for tiles and to
+make a bias for them takes several times what the attention does: see M57 in docs/measured.md.
+
+Non-goals: scores that are not plain ones, masks with several runs of live keys, masks that read
+tensors or heads (:mod:`.plan` has all of these).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..memory_order import memory_order, wide_dtype
+from .by_numbers import bounds_of
+from .flash import flash_attention
+from .torch_tiles import work_dtype
+
+if TYPE_CHECKING:
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call
+    from .plan import Range
+
+_MOST_ROWS = 8
+"""Of all heads that share keys, of a call that is looked at: the bounds of many rows decide little.
+torch takes so few rows for one block, whatever their number is."""
+
+
+def in_one_piece(lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Output and log-sum-exp of a call of plain scores, or None where it has to be taken apart.
+
+    Returns:
+        As :meth:`attndsl.backends.base.Backend.forward`.
+    """
+    batch, heads, rows, _ = call.q.shape
+    kv_heads = call.k.shape[1]
+    if kv_heads == 0 or rows * (heads // kv_heads) > _MOST_ROWS or lowered.program.sink is not None:
+        return None
+    first = _live_keys(lowered, call)
+    if first is None:
+        return None
+    q, k, v = call.q, call.k, call.v
+    if first:
+        k, v = k[:, :, first:], v[:, :, first:]
+    if q.dtype is not (dtype := work_dtype(call)):
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if heads != kv_heads:
+        q = q.reshape(batch, kv_heads, -1, q.shape[3])
+    out, lse = flash_attention(q, k, v, scale=call.scale)
+    # torch says 0 of rows whose scores are all -inf, and of some that have NaN.
+    if int(torch.count_nonzero(lse)) < lse.numel():
+        return None
+    return _as_results(call, out, lse)
+
+
+def _as_results(
+    call: Call, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Torch's results in the shapes, the order in memory and the dtype of a forward's."""
+    if (
+        out.shape == call.q.shape and out.shape[2] == 1 and out.dtype is call.q.dtype
+        and call.q.is_contiguous() and out.is_contiguous() and lse.is_contiguous()
+    ):  # fmt: skip
+        return out, lse
+    order = memory_order(call.q, call.v.shape[3])
+    dtype = wide_dtype(call.wide) or call.q.dtype
+    if out.shape != order.shape or out.stride() != order.strides or out.dtype is not dtype:
+        made = torch.empty_strided(order.shape, order.strides, dtype=dtype)
+        out = made.copy_(out.view(order.shape))
+    shape = order.shape[:3]
+    if lse.shape != shape or not lse.is_contiguous():
+        lse = lse.new_empty(shape).copy_(lse.reshape(shape))
+    return out, lse
+
+
+def _live_keys(lowered: Lowered, call: Call) -> int | None:
+    """The first key that a row sees, where all rows see the same ones, up to the last; or None."""
+    rows, length = call.q.shape[2], call.k.shape[2]
+    if 0 in (call.q.shape[0], rows, length):
+        return None
+    if lowered.program.mask is None:
+        return 0
+    bounds = bounds_of(lowered, call)
+    if bounds is None or (bounds.of_one_row and rows > 1):
+        return None
+    start, stop = call.kv_offset, call.kv_offset + length  # type: ignore[operator]
+    q: Range = (call.q_offset, call.q_offset + rows)  # type: ignore[assignment, operator]
+    if bounds.must(q, (start, stop)):
+        return 0
+    # The fewer of the last keys there are, the sooner the bounds are sure.
+    dead, live = start, stop
+    while live - dead > 1:
+        middle = (dead + live) // 2
+        if bounds.must(q, (middle, stop)):
+            live = middle
+        else:
+            dead = middle
+    return None if live == stop or bounds.may(q, (start, live)) else live - start

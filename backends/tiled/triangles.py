@@ -1,0 +1,255 @@
+"""Causal calls of plain scores: torch's own attention over few large squares in place of many rows.
+
+The tiles on the diagonal are triangles. All pairs below them are live, and lie in squares: two
+tiles side by side have one of one tile between them, two such pairs one of two tiles, and so on::
+
+    \
+    1 \
+    2 2 \
+    2 2 1 \
+
+So ``n`` tiles take ``1 + log2(n)`` calls, since squares of one size lie equally far apart. Which
+squares a row meets, and in which order, depends on its position among the keys alone: rows of a
+part have the bits of the whole where the part begins at a tile. torch's results for a row do not
+depend on how many rows there are. See M58 in docs/measured.md.
+
+Non-goals: masks other than ``row + first >= key`` (:mod:`.plan`), sinks, gradients of captures.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.passes.widths import POSITION_LIMIT
+
+from ..base import Gradients
+from ..memory_order import arranged_like, empty_like, wide_dtype
+from . import plan
+from .by_numbers import bounds_of
+from .flash import flash_attention, flash_gradients
+from .lives import is_by_distance
+from .spans import matrices
+from .torch_tiles import work_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attndsl.pipeline import Lowered
+
+    from ..base import Backward, Call
+    from .by_numbers import Bounds
+
+
+_FAR = POSITION_LIMIT // 2
+_MOST = _FAR // 2
+"""Of the least live distance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Squares:
+    """Equal squares, or rectangles, whose corners lie on a diagonal."""
+
+    row: int
+    """The first row of the first one."""
+    key: int
+    """Its first key."""
+    rows: int
+    keys: int
+    number: int = 1
+    apart: int = 1
+    """Rows, and keys, from one to the next; any number for one alone."""
+    causal: bool = False
+    """Whether they are triangles: a row sees as many keys as it is in number."""
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """A view (matrices, number, rows, width) of ``x`` (matrices, length, width)."""
+        return _stacked(x, self.row, self.rows, self.number, self.apart)
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        """The same of keys."""
+        return _stacked(x, self.key, self.keys, self.number, self.apart)
+
+
+def _stacked(x: torch.Tensor, first: int, size: int, number: int, apart: int) -> torch.Tensor:
+    part = x.narrow(1, first, (number - 1) * apart + size)
+    return part.unfold(1, size, apart).transpose(2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Triangle:
+    """The live pairs of a call whose row ``r`` sees the keys up to ``r + first``."""
+
+    first: int
+    """A multiple of ``side``."""
+    rows: int
+    side: int
+    """Rows of a tile."""
+
+    def squares(self) -> Iterator[Squares]:
+        """All pairs, each once: those on the diagonal first, which meet all rows."""
+        side, whole = self.side, self.rows // self.side
+        if whole:
+            yield Squares(0, self.first, side, side, whole, side, causal=True)
+        if rest := self.rows - whole * side:
+            done = whole * side
+            yield Squares(done, self.first + done, rest, rest, causal=True)
+        size = side
+        while size < self.first + self.rows:
+            yield from self._of_size(size)
+            size *= 2
+
+    def _of_size(self, size: int) -> Iterator[Squares]:
+        """The squares of ``size`` below the diagonal, those that are whole at once."""
+        last = self.first + self.rows
+        whole: list[int] = []
+        clipped = []
+        for key in range(self.first // (2 * size) * 2 * size, last, 2 * size):
+            start, stop = max(self.first, key + size), min(last, key + 2 * size)
+            if stop - start == size:
+                whole.append(key)
+            elif start < stop:
+                clipped.append(Squares(start - self.first, key, stop - start, size))
+        if whole:
+            row = whole[0] + size - self.first
+            yield Squares(row, whole[0], size, size, len(whole), 2 * size)
+        yield from clipped
+
+
+class Triangles:
+    """Finds triangles; remembers those that depend on nothing but numbers."""
+
+    def __init__(self) -> None:
+        self._kept = plan.Kept[Triangle | None]()
+
+    def of(self, lowered: Lowered, call: Call) -> Triangle | None:
+        """The live pairs of a call of plain scores, or None where they are no such triangle."""
+        return self._kept.of(
+            plan.numbers_of(lowered, call), lambda: triangle_of(lowered, call), lambda _: True
+        )
+
+
+def triangle_of(lowered: Lowered, call: Call) -> Triangle | None:
+    """The live pairs of a call of plain scores, or None where they are no such triangle."""
+    mask, rows, side = lowered.program.mask, call.q.shape[2], plan.BLOCK_M
+    if (
+        mask is None or lowered.program.sink is not None or 0 in (*call.q.shape, *call.k.shape)
+        # torch gives dead scores -inf before it scales them.
+        or not call.scale > 0.0 or not is_by_distance(mask)
+    ):  # fmt: skip
+        return None
+    bounds = bounds_of(lowered, call)
+    least = None if bounds is None or bounds.of_one_row else _least_distance(bounds)
+    if least is None:
+        return None
+    first = call.q_offset - call.kv_offset - least  # type: ignore[operator]
+    if first < 0 or first % side or first + rows > call.k.shape[2]:
+        return None
+    return Triangle(first, rows, side)
+
+
+def _least_distance(bounds: Bounds) -> int | None:
+    """The least live ``q - kv`` of a mask of distances, where no greater one is dead; or None.
+
+    It is a matter of all distances, not of those that a call has: one process may have all rows of
+    a call, and others parts of them, whose results are to have the same bits.
+    """
+
+    def all_live_from(distance: int) -> bool:
+        return bounds.must((_FAR + distance, 2 * _FAR), (0, _FAR + 1))
+
+    dead, live = -_MOST, _MOST
+    if all_live_from(dead) or not all_live_from(live):
+        return None
+    while live - dead > 1:
+        middle = (dead + live) // 2
+        if all_live_from(middle):
+            live = middle
+        else:
+            dead = middle
+    return None if bounds.may((0, _FAR), (_FAR - live, 2 * _FAR)) else live
+
+
+def attend(call: Call, triangle: Triangle) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Output and log-sum-exp of a call, or None where torch may have spoiled them.
+
+    Returns:
+        As :meth:`attndsl.backends.base.Backend.forward`.
+    """
+    q, k, v = matrices(call.q, call), _keys(call.k, call), _keys(call.v, call)
+    out = empty_like(call.q, call.v.shape[3], wide_dtype(call.wide))
+    at_once = out.dtype is q.dtype and out.is_contiguous()
+    result = (out if at_once else q.new_empty(out.shape)).view(q.shape)
+    # No view is returned: torch refuses to write to views that an autograd function returns.
+    lse_of_all = q.new_empty(call.q.shape[:3])
+    logarithm = lse_of_all.view(*q.shape[:-1], 1)
+    for squares in triangle.squares():
+        keys, values = squares.of_keys(k), squares.of_keys(v)
+        for member in range(q.shape[1]):
+            part, lse = flash_attention(
+                squares.of_rows(q[:, member]), keys, values, is_causal=squares.causal,
+                scale=call.scale,
+            )  # fmt: skip
+            # torch says 0 of rows whose scores are all -inf, and of some that have NaN.
+            if int(torch.count_nonzero(lse)) < lse.numel():
+                return None
+            total = squares.of_rows(result[:, member])
+            total_lse = squares.of_rows(logarithm[:, member])
+            if squares.causal:
+                total.copy_(part)
+                total_lse.copy_(lse.unsqueeze(-1))
+            else:
+                # An exponential's last bit depends on where in memory its power lies.
+                own, other = total_lse.contiguous(), lse.contiguous().unsqueeze(-1)
+                # No row is dead: its share of both is a sigmoid, and one pass adds both up.
+                total.lerp_(part, torch.sigmoid(other - own))
+                total_lse.copy_(torch.logaddexp(own, other))
+    if not at_once:
+        out.copy_(result.view(out.shape))
+    return out, lse_of_all
+
+
+def gradients(call: Call, backward: Backward, triangle: Triangle) -> Gradients | None:
+    """Gradients of q, k and v by the output's, or None where torch may have spoiled them."""
+    q, k, v = matrices(call.q, call), _keys(call.k, call), _keys(call.v, call)
+    out, grad_out = matrices(backward.out, call), matrices(backward.grad_out, call)
+    lse = matrices(backward.lse.unsqueeze(-1), call)
+    # exp(score - inf) is 0: rows whose scores are all -inf have no weights.
+    lse = torch.where(lse == -torch.inf, torch.inf, lse)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for squares in triangle.squares():
+        keys, values = squares.of_keys(k), squares.of_keys(v)
+        for member in range(q.shape[1]):
+            part_q, part_k, part_v = flash_gradients(
+                squares.of_rows(grad_out[:, member]), squares.of_rows(q[:, member]), keys, values,
+                squares.of_rows(out[:, member]), squares.of_rows(lse[:, member]).squeeze(-1),
+                0.0, squares.causal, scale=call.scale,
+            )  # fmt: skip
+            total = squares.of_rows(dq[:, member])
+            if squares.causal:
+                # The gradients of a dead pair are products with 0, which NaN and infinities spoil.
+                if math.isnan(float(part_q.sum()) + float(part_v.sum())):
+                    return None
+                total.copy_(part_q)
+            else:
+                total.add_(part_q)
+            squares.of_keys(dk).add_(part_k)
+            squares.of_keys(dv).add_(part_v)
+    wants, dtype = backward.wanted, wide_dtype(backward.wanted.wide)
+
+    def like(found: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return arranged_like(found.view(given.shape), given, dtype)
+
+    return Gradients(
+        q=like(dq, call.q) if wants.q else None,
+        k=like(dk, call.k) if wants.k else None,
+        v=like(dv, call.v) if wants.v else None,
+    )
+
+
+def _keys(tensor: torch.Tensor, call: Call) -> torch.Tensor:
+    """Keys or values as contiguous (batch * kv_heads, length, width)."""
+    return tensor.to(work_dtype(call)).contiguous().flatten(0, 1)
