@@ -66,6 +66,11 @@ def asks_to_verify() -> bool:
     return _switch("ATTNDSL_VERIFY", False)
 
 
+def starts_quickly() -> bool:
+    """``ATTNDSL_QUICK_START=1``: calls run by portable kernels while Hopper's are compiled."""
+    return _switch("ATTNDSL_QUICK_START", False)
+
+
 def _switch(name: str, default: bool) -> bool:
     """Whether a variable of the environment is on; an empty one is not set.
 

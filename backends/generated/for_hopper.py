@@ -9,8 +9,11 @@ from ..triton.decode import Decode
 from ..triton.family import Portable
 from ..triton.short import Short
 from .backend import GeneratedBackend
+from .meanwhile import Meanwhile
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..base import Store
 
 
@@ -19,7 +22,12 @@ def hopper_backend(store: Store) -> GeneratedBackend:
     return GeneratedBackend("hopper", (Hopper(), Portable()), store)
 
 
-def fastest_backend(store: Store) -> GeneratedBackend:
-    """The same, with the kernels for keys that fit, and those for few rows, before all others."""
+def fastest_backend(store: Store, taken_over: Callable[[], None] | None = None) -> GeneratedBackend:
+    """The same, with the kernels for keys that fit, and those for few rows, before all others.
+
+    With ``taken_over``, portable kernels run calls while Hopper's are compiled, and it is called
+    whenever these take over (see :mod:`.meanwhile`).
+    """
     families = (Short(), Decode(beside_others=True), Hopper(), Portable())
-    return GeneratedBackend("hopper", families, store)
+    meanwhile = None if taken_over is None else Meanwhile(taken_over)
+    return GeneratedBackend("hopper", families, store, meanwhile=meanwhile)

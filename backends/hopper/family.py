@@ -49,6 +49,7 @@ class Hopper:
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = FIXED
     tells_places = True
+    compiles_long = True
     marks_entries = False
 
     def __init__(self) -> None:

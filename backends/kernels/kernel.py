@@ -233,6 +233,8 @@ class Family(Protocol):
     """Kernels beside those of ``Task.BACKWARD``."""
     tells_places: bool
     """Whether :meth:`places` says anything. At most one family of a backend does."""
+    compiles_long: bool
+    """Whether its kernels take several times as long to compile as the portable ones."""
     marks_entries: bool
     """Whether forwards make results NaN of batch entries with a wrong number of keys or offset."""
 

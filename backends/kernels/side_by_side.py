@@ -99,6 +99,11 @@ class Compilations:
         """Whether a compilation for this place was begun and not taken."""
         return place in self._begun
 
+    def are_done(self, places: Iterable[Hashable]) -> bool:
+        """Whether there are results for these places, as far as somebody has begun them."""
+        begun = (self._begun.get(place) for place in places)
+        return all(future is None or future.done() for future in begun)
+
     def wait(self, places: Iterable[Hashable]) -> None:
         """Wait for the results of these places, as far as somebody has begun them.
 

@@ -51,6 +51,7 @@ class Decode(Portable):
     name = NAME
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = ()
+    compiles_long = False
     marks_entries = True
 
     def __init__(self, beside_others: bool = False) -> None:

@@ -59,6 +59,7 @@ class Portable:
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = FIXED
     tells_places = False
+    compiles_long = False
     marks_entries = False
 
     def why_no_device(self, device: torch.device) -> str | None:
