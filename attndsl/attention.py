@@ -338,7 +338,8 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             terms = None if call.part is None else terms_of(lowered, call)
             backend, *_ = self._dispatched(call)
         marks = _marks_entries(backend, terms, call)
-        call = self._questioned(call, location)._replace(signature=Signature(self.name))
+        is_doubted = self._questioned(call, location)
+        call = call._replace(signature=Signature(self.name))
         as_given = all(x is y for x, y in zip((call.q, call.k, call.v), operands, strict=True))
         numbers = location.q_offset, location.kv_offset, options.seed
         needs = needs_of_values(lowered.program, call, captures, numbers)
@@ -346,7 +347,8 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         if len(self._prepared) >= _MAX_SIGNATURES:
             self._prepared.clear()
         self._prepared[key] = found
-        self._lengths.keep(key, found)
+        if not is_doubted:  # Others are told of as well.
+            self._lengths.keep(key, found)
         return found, call
 
     # What it takes, for whoever asks: :func:`inspect.signature`, ``help`` and captures' names.
@@ -389,11 +391,13 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             check_room(room, (*call.q.shape[:3], call.v.shape[3]), kind, call.q.device)
             return own._into(made, room)
 
-    def _questioned(self, call: Call, location: Location) -> Call:
-        """``call``, which somebody is told of if it is hardly meant so."""
-        if self._warns:
-            tell(doubts_of_call(self._lowered.program, call, location))
-        return call
+    def _questioned(self, call: Call, location: Location) -> bool:
+        """Whether a call is hardly meant so, which somebody is told of."""
+        if not self._warns:
+            return False
+        doubts = list(doubts_of_call(self._lowered.program, call, location))
+        tell(doubts)
+        return bool(doubts)
 
     def _check_has_lse(self) -> None:
         if self._lowered.program.weights is not None:

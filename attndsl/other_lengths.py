@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attndsl.backends.base import Signature
+from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class OtherLengths:
 
     def of(self, k: torch.Tensor, signature: tuple[Any, ...]) -> Prepared | None:
         """What was found, for a call of these keys; None where no call was like it."""
-        if not self._kept or (key := _key(signature)) is None or asks_to_verify():
+        if not self._kept or k.shape[2] >= POSITION_LIMIT or asks_to_verify():
+            return None
+        if (key := _key(signature)) is None:
             return None
         found = self._kept.get(key)
         if found is None:

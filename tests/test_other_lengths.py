@@ -85,6 +85,24 @@ def test_a_forgotten_offset_is_told_of():
         attention(*_operands(2))
 
 
+def test_every_doubtful_call_is_told_of():
+    attention = attndsl.compile("causal()", backend="cpu")
+    for length in (5, 6, 7):
+        q, k = torch.randn(1, 300, 1, 8), torch.randn(1, 2, length, 8)
+        with pytest.warns(attndsl.errors.ProgramWarning, match="300 heads"):
+            attention(q, k, k, q_offset=length - 1)
+
+
+def test_keys_have_positions_below_the_limit():
+    attention = attndsl.compile("q >= kv", backend="cpu")
+    q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
+    for length in (8, 9):
+        attention(q, k.expand(1, 1, length, 1), k.expand(1, 1, length, 1), q_offset=7)
+    many = k.expand(1, 1, 1 << 30, 1)
+    with pytest.raises(attndsl.errors.ArgumentError, match="keys"):
+        attention(q, many, many, q_offset=7)
+
+
 def test_captures_and_checks_are_looked_at_each_time(bound, monkeypatch):
     attention = attndsl.compile("param w: int\nmask = causal() and q - kv < w", backend="cpu")
     for length in (5, 6):

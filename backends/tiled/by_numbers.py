@@ -2,7 +2,8 @@
 
 For questions about one box or a few, where tensors would take longer to make than to ask.
 
-Non-goals: masks that read captured tensors, heads or batch entries; values of keys.
+Non-goals: masks that read captured tensors, heads or batch entries; values of keys; floats, which
+programs round to fp32 at each operation, and Python does not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attndsl.ir import Op, toposort
+from attndsl.ir import DType, Op, toposort
 from attndsl.passes.evaluate import apply
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ..base import Call
     from .plan import Range
 
+_OTHERS = frozenset({Op.LOAD, Op.DOT, Op.SCORE, Op.POW})
+"""What is more than a name or an operation on ints of 64 bits. A power may have any length."""
 _Order = tuple["Node", ...]
 """What is evaluated, operands first; the last one is the result."""
 
@@ -87,8 +90,8 @@ def bounds_of(lowered: Lowered, call: Call) -> Bounds | None:
 def _orders(may: Node, must: Node, rows: tuple[Node, ...]) -> _Orders | None:
     found = _Orders(_order(may), _order(must), tuple(map(_order, rows)))
     every = {item for order in (found.may, found.must, *found.rows) for item in order}
-    reads = any(item.op in (Op.LOAD, Op.DOT, Op.SCORE) for item in every)
-    return None if reads else found
+    fits = not any(item.dtype is DType.FLOAT or item.op in _OTHERS for item in every)
+    return found if fits else None
 
 
 def _order(root: Node) -> _Order:

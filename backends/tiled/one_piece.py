@@ -15,7 +15,7 @@ import torch
 
 from ..memory_order import memory_order, wide_dtype
 from .by_numbers import bounds_of
-from .flash import flash_attention
+from .flash import flash_attention, is_spoilt
 from .torch_tiles import work_dtype
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def in_one_piece(lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tens
     if heads != kv_heads:
         q = q.reshape(batch, kv_heads, -1, q.shape[3])
     out, lse = flash_attention(q, k, v, scale=call.scale)
-    # torch says 0 of rows whose scores are all -inf, and of some that have NaN.
-    if int(torch.count_nonzero(lse)) < lse.numel():
+    if is_spoilt(out, lse):
         return None
     return _as_results(call, out, lse)
 

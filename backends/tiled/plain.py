@@ -20,7 +20,7 @@ import torch
 
 from attndsl.ir import SCORE, reads_score
 
-from .flash import flash_attention, flash_gradients
+from .flash import flash_attention, flash_gradients, is_spoilt
 from .plan import SPAN
 from .torch_tiles import work_dtype
 
@@ -182,7 +182,7 @@ class PlainRows:
         # Of rows without a live pair torch says 0.
         if live is not None:
             lse = torch.where(live, lse, -torch.inf)
-        if int(torch.count_nonzero(lse)) < lse.numel() and _has_spoilt_rows(part, lse):
+        if is_spoilt(part, lse.squeeze(-1)):
             return None
         return part, lse
 
@@ -214,12 +214,3 @@ class PlainRows:
         if bias is not None and math.isnan(float(dq.sum()) + float(dv.sum())):
             return None
         return dq, dk, dv
-
-
-def _has_spoilt_rows(part: torch.Tensor, lse: torch.Tensor) -> bool:
-    """Whether torch has taken a row for one without keys: its output and log-sum-exp are 0.
-
-    It does so with rows of -inf, and with rows of NaN that have fewer keys than a vector of the
-    processor. A row of which both are right is computed again elsewhere, and stays what it is.
-    """
-    return bool((part[(lse == 0.0).squeeze(-1)] == 0.0).all(-1).any())

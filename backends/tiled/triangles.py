@@ -10,8 +10,8 @@ tiles side by side have one of one tile between them, two such pairs one of two 
 
 So ``n`` tiles take ``1 + log2(n)`` calls, since squares of one size lie equally far apart. Which
 squares a row meets, and in which order, depends on its position among the keys alone: rows of a
-part have the bits of the whole where the part begins at a tile. torch's results for a row do not
-depend on how many rows there are. See M58 in docs/measured.md.
+part have the bits of the whole where the part begins and ends at tiles. torch's results for a row
+are the same for any number of whole tiles. See M58 in docs/measured.md.
 
 Non-goals: masks other than ``row + first >= key`` (:mod:`.plan`), sinks, gradients of captures.
 """
@@ -30,8 +30,9 @@ from ..base import Gradients
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from . import plan
 from .by_numbers import bounds_of
-from .flash import flash_attention, flash_gradients
+from .flash import flash_attention, flash_gradients, is_spoilt
 from .lives import is_by_distance
+from .merging import merge_
 from .spans import matrices
 from .torch_tiles import work_dtype
 
@@ -126,7 +127,12 @@ class Triangles:
         self._kept = plan.Kept[Triangle | None]()
 
     def of(self, lowered: Lowered, call: Call) -> Triangle | None:
-        """The live pairs of a call of plain scores, or None where they are no such triangle."""
+        """The live pairs of a call of plain scores, or None where they are no such triangle.
+
+        None too where torch would be wrong: it gives dead scores -inf before it scales them.
+        """
+        if not call.scale > 0.0:  # What is kept is a matter of the mask.
+            return None
         return self._kept.of(
             plan.numbers_of(lowered, call), lambda: triangle_of(lowered, call), lambda _: True
         )
@@ -137,8 +143,7 @@ def triangle_of(lowered: Lowered, call: Call) -> Triangle | None:
     mask, rows, side = lowered.program.mask, call.q.shape[2], plan.BLOCK_M
     if (
         mask is None or lowered.program.sink is not None or 0 in (*call.q.shape, *call.k.shape)
-        # torch gives dead scores -inf before it scales them.
-        or not call.scale > 0.0 or not is_by_distance(mask)
+        or not is_by_distance(mask)
     ):  # fmt: skip
         return None
     bounds = bounds_of(lowered, call)
@@ -193,8 +198,7 @@ def attend(call: Call, triangle: Triangle) -> tuple[torch.Tensor, torch.Tensor] 
                 squares.of_rows(q[:, member]), keys, values, is_causal=squares.causal,
                 scale=call.scale,
             )  # fmt: skip
-            # torch says 0 of rows whose scores are all -inf, and of some that have NaN.
-            if int(torch.count_nonzero(lse)) < lse.numel():
+            if is_spoilt(part, lse):
                 return None
             total = squares.of_rows(result[:, member])
             total_lse = squares.of_rows(logarithm[:, member])
@@ -204,9 +208,7 @@ def attend(call: Call, triangle: Triangle) -> tuple[torch.Tensor, torch.Tensor] 
             else:
                 # An exponential's last bit depends on where in memory its power lies.
                 own, other = total_lse.contiguous(), lse.contiguous().unsqueeze(-1)
-                # No row is dead: its share of both is a sigmoid, and one pass adds both up.
-                total.lerp_(part, torch.sigmoid(other - own))
-                total_lse.copy_(torch.logaddexp(own, other))
+                total_lse.copy_(merge_(total, own, part, other))
     if not at_once:
         out.copy_(result.view(out.shape))
     return out, lse_of_all

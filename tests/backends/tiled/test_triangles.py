@@ -65,9 +65,15 @@ def test_where_a_call_lies_decides():
     # Not from a tile on, above the diagonal, and rows that see less than their keys.
     for options in ({"q_offset": 64}, {"q_offset": -128}, {"q_offset": 256}, {"keys": 255}):
         assert triangle_of(attention.lowered, _call(attention, **options)) is None
-    # torch scales what it has made -inf.
-    for scale in (0.0, -1.0):
-        assert triangle_of(attention.lowered, _call(attention, scale=scale)) is None
+
+
+def test_scales_that_torch_gets_wrong_are_looked_at_each_time():
+    """It scales what it has made -inf. The mask of a call before had the same numbers."""
+    attention, found = attndsl.compile("causal()", backend="cpu"), triangles.Triangles()
+    wanted = Triangle(0, 256, plan.BLOCK_M)
+    for scale in (0.5, 0.0, -1.0, 0.5):
+        call = _call(attention, scale=scale)
+        assert found.of(attention.lowered, call) == (wanted if scale > 0.0 else None)
 
 
 @given(first=st.integers(0, 9), rows=st.integers(1, 40), side=st.sampled_from([1, 2, 4]))
@@ -165,6 +171,17 @@ def test_rows_of_a_part_have_the_bits_of_the_whole(length):
         assert own_dq.equal(dq[:, :, start:stop])
 
 
+def test_a_row_of_zeros_is_no_row_without_keys():
+    """Its log-sum-exp is 0, and its output is not."""
+    attention = attndsl.compile("causal()", backend="cpu")
+    q, k, v = (torch.randn(1, 2, 300, 8) for _ in range(3))
+    q[:, :, 0] = 0.0
+    call = bind(attention.lowered.program, (q, k, v), {}, Location(), CallOptions())
+    triangle = triangle_of(attention.lowered, call)
+    assert triangle is not None
+    assert triangles.attend(call, triangle) is not None
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("place", [0, 5, 200])
 def test_keys_that_are_no_numbers_count_where_they_are_seen(value, place):
@@ -182,3 +199,13 @@ def test_keys_that_are_no_numbers_count_where_they_are_seen(value, place):
 
     for one, other in zip(run(attention), run(reference), strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_infinite_values_that_are_seen_stay_infinite():
+    attention, reference = (
+        attndsl.compile("causal()", backend=name) for name in ("cpu", "reference")
+    )
+    q, k, v = (torch.randn(1, 2, 300, 8) for _ in range(3))
+    v[:, :, 0, ::2] = float("inf")
+    v[:, :, 5, 1::2] = float("-inf")
+    torch.testing.assert_close(attention(q, k, v)[:, :, 5:], reference(q, k, v)[:, :, 5:])
