@@ -12,8 +12,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attndsl.after_torch import register_operators
+from attndsl.uncollected import uncollected
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from attndsl import compat, errors, flex, hf, layout, nn, parallel  # noqa: F401
     from attndsl.api import Attention, compile, load, verify  # noqa: A004
     from attndsl.comparing import compare
@@ -63,13 +66,20 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
-            return getattr(import_module(_HOMES[name]), name)
+            return getattr(_home(_HOMES[name]), name)
         if name in (*_MODULES, *_OF_EXTRAS):
             return import_module(f"attndsl.{name}")
         message = f"module 'attndsl' has no attribute {name!r}"
         if isinstance(getattr(import_module("attndsl.errors"), name, None), type):
             message += f": it is attndsl.errors.{name}"
         raise AttributeError(message, name=name, obj=sys.modules[__name__])
+
+
+def _home(name: str) -> ModuleType:
+    if name in sys.modules:
+        return import_module(name)
+    with uncollected():
+        return import_module(name)
 
 
 def __dir__() -> list[str]:

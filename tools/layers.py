@@ -7,7 +7,18 @@ layer and those below.
 from __future__ import annotations
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "source", "settings", "logs", "after_torch", "reading", "scalars"}),
+    frozenset(
+        {
+            "errors",
+            "source",
+            "settings",
+            "logs",
+            "after_torch",
+            "reading",
+            "scalars",
+            "uncollected",
+        }
+    ),
     frozenset({"operands", "operators"}),
     frozenset({"ir"}),
     frozenset({"frontend", "passes", "serialise", "grammar"}),

@@ -16,6 +16,7 @@ from attndsl.backends.tiled.dots import WidenedBackend
 from attndsl.errors import BackendError
 from attndsl.logs import LOG, tell_once
 from attndsl.settings import starts_quickly
+from attndsl.uncollected import uncollected
 
 from .programs import default_cache
 
@@ -243,7 +244,8 @@ def forget_calls() -> None:
 def _made(name: str, checked: bool) -> Backend:
     # ``cache`` takes ``f(x)`` and ``f(x, False)`` for two calls.
     try:
-        return _fastest(checked) if name == _FASTEST else _KNOWN[name].make(checked)
+        with uncollected():
+            return _fastest(checked) if name == _FASTEST else _KNOWN[name].make(checked)
     except ImportError as error:
         raise BackendError(
             f"Triton cannot be imported: {error}", hint="install triton, or use backend='reference'"

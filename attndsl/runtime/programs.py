@@ -26,6 +26,7 @@ from attndsl.pipeline import Lowered, Variant, lower, names_of, warnings_of
 from attndsl.serialise import SerialiseError, lowered_from_json, lowered_to_json
 from attndsl.settings import read_settings
 from attndsl.source import Source, Span, shorten
+from attndsl.uncollected import uncollected
 
 from .bundled import BundledCache
 from .cache import KernelCache
@@ -211,7 +212,8 @@ def compiled_program(spec: str) -> CompiledProgram:
             pass  # Of another version of this package, or damaged: it is written again below.
     begin = time.perf_counter()
     source = Source(parts.text)
-    lowered = lower(source, parts.declared, parts.exact, parts.variant)
+    with uncollected():
+        lowered = lower(source, parts.declared, parts.exact, parts.variant)
     # Variants are programs that calls ask for, and nobody has written.
     whole = parts.variant == Variant()
     found = [_row(each) for each in warnings_of(source, parts.declared)] if whole else []
