@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     Places = Sequence[Hashable]
 
 
+_MOST = 1024
+"""Layouts that wait at a time; more than programs have."""
+
+
 @dataclass(slots=True)
 class _Waiting:
     layout: Layout
@@ -81,6 +85,8 @@ class Meanwhile:
         """
         waiting = self._waiting.get(key)
         if waiting is None:
+            if len(self._waiting) >= _MOST:
+                self._waiting.clear()
             waiting = self._waiting[key] = _Waiting(other())
         elif waiting.places is None:
             waiting.places = start()
@@ -89,8 +95,12 @@ class Meanwhile:
         return waiting.layout
 
     def end(self, key: Hashable) -> None:
-        """Calls of a layout have the best kernels from now on; without these they go on waiting."""
-        if self._waiting.pop(key, None) is not None:
+        """Calls of a layout have the best kernels from now on; without these they go on waiting.
+
+        Others that wait are found again by their next calls, which may have other keys by then.
+        """
+        if key in self._waiting:
+            self._waiting.clear()
             self._taken_over()
 
 

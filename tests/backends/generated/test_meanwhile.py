@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.backends.base import Backward, Call, Wants
+from attndsl.backends.base import Backward, Call, Signature, Wants
 from attndsl.backends.generated.backend import GeneratedBackend
 from attndsl.backends.generated.meanwhile import Meanwhile
 from attndsl.backends.triton.family import Portable
@@ -133,14 +133,24 @@ def test_calls_of_other_lengths_find_what_was_compiled(backend, compiler, taken_
     for call in (short, long, short, long):
         backend.forward(LOWERED, call)
     compiler.done = True
-    for call in (short, long):
+    for call in (short, long, long):
         is_right(backend.forward(LOWERED, call), call)
-    assert slow.ran == ["forward"] * 2
-    assert len(taken_over) == 2
+    assert slow.ran == ["forward"] * 3
+    assert len(taken_over) == 1
 
 
-@pytest.mark.parametrize("begins", [False, True])
-def test_bound_calls_are_bound_to_nothing_that_goes(backend, compiler, device, begins):
+def test_who_waits_by_a_key_that_is_gone_is_forgotten(backend, compiler, device):
+    """Graphs find out anew what runs their calls whenever kernels take over."""
+    first, second = (call_of(device)._replace(signature=Signature("one")) for _ in range(2))
+    for call in (first, second, second):
+        backend.forward(LOWERED, call)
+    assert len(backend._meanwhile._waiting) == 2
+    compiler.done = True
+    backend.forward(LOWERED, second)
+    assert not backend._meanwhile._waiting
+
+
+def test_bound_calls_are_bound_to_nothing_that_goes(backend, compiler, device):
     call, slow = call_of(device), backend.families[0]
     backend.forward(LOWERED, call)
     bound = backend.bound_forward(LOWERED, call)
