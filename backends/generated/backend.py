@@ -371,12 +371,12 @@ class GeneratedBackend(Backend):
         layout = self._layouts.get(key)
         if layout is None:
             family = self._family(lowered, call, task, grad_out, wanted)
-            if LOG.isEnabledFor(logging.INFO):
-                self._tell_family(lowered, call, task, grad_out, wanted)
             asked = _Asked(lowered, call, task, grad_out, wanted, has_dlse)
             for_now = self._layout_for_now(key, family, asked)
             if for_now is not None:
                 return for_now
+            if LOG.isEnabledFor(logging.INFO):
+                self._tell_family(lowered, call, task, grad_out, wanted)
             # Calls that one family tells apart by their places may be one to this family.
             own = (key[:3], family.name, family.places(call))
             layout = self._layouts.get(own)
@@ -408,11 +408,17 @@ class GeneratedBackend(Backend):
             return None
         if self._is_there(family, lowered, call, task, grad_out, wanted):
             return None
+        other = self.families[-1]
+        if LOG.isEnabledFor(logging.INFO):
+            tell_once(
+                f"{name_of_call(lowered, call)}: {task.direction} by {other.name} kernels until "
+                f"{family.name} kernels are compiled"
+            )
         jobs = family.jobs(lowered, call, task, grad_out, wanted)
         fixed = family.fixed if task is Task.BACKWARD else ()
         return self._meanwhile.layout(
             key,
-            lambda: self._made(self.families[-1], asked),
+            lambda: self._made(other, asked),
             lambda: self.modules.start(jobs, fixed, call.q.device, has_dlse),
             self.modules.is_compiled,
         )

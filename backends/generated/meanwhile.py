@@ -1,8 +1,8 @@
-"""Calls whose best kernels are not compiled yet, by kernels that take a third of the time to be.
+"""Calls whose best kernels are not compiled yet, by kernels that take less time to be.
 
-The first call of a signature gets the last family's kernels. The second one begins to compile the
-best ones, in threads, and calls go on with the others until these are there. A script of one call
-or one step never waits for them.
+How much less is M60 in docs/measured.md. The first call of a signature gets the last family's
+kernels. The second one begins to compile the best ones, in threads, and calls go on with the others
+until these are there. A script of one call or one step never waits for them.
 
 Two kernels of one call differ in last bits, and when they change places is a matter of time. So
 none of this is done unless somebody asks for it, nor for deterministic calls. A CUDA graph would

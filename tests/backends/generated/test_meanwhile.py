@@ -210,3 +210,10 @@ def test_a_setting_asks_for_it(monkeypatch):
         monkeypatch.setenv("ATTNDSL_QUICK_START", value)
         dispatch._fastest(False)
         assert made[-1][1] is asked
+
+
+def test_the_log_says_what_runs_a_call(backend, compiler, device, caplog):
+    with caplog.at_level("INFO", logger="attndsl"):
+        backend.forward(LOWERED, call_of(device, 21))
+    said = "forward by triton kernels until slow kernels are compiled"
+    assert any(said in message for message in caplog.messages)
