@@ -1,6 +1,6 @@
 """Calls whose best kernels are not compiled yet, by kernels that take less time to be.
 
-How much less is M60 in docs/measured.md. The first call of a signature gets the last family's
+How much less: see M60 in docs/measured.md. The first call of a signature gets the last family's
 kernels. The second one begins to compile the best ones, in threads, and calls go on with the others
 until these are there. A script of one call or one step never waits for them.
 

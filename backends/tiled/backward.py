@@ -10,7 +10,7 @@ Non-goals: second derivatives (:mod:`attndsl.runtime.higher` has those).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,8 +47,8 @@ class Rows:
     grad_out: torch.Tensor
     lse: torch.Tensor
     """Infinite for rows with no live pair."""
-    delta: torch.Tensor
-    """What all scores of a row have in common in their gradients."""
+    delta: torch.Tensor | None
+    """What all scores of a row have in common in their gradients; None where nobody has asked."""
     dq: torch.Tensor | None
     """What the spans so far have added up to; None where that is not wanted."""
 
@@ -99,13 +99,10 @@ class StepGradients:
         place = place_of(step, self._call)
         queries, grad_out = place.queries(self._q), place.queries(self._grad_out)
         lse = place.queries(self._lse)
-        dead = lse == -torch.inf
-        delta = (grad_out * place.queries(self._out)).sum(-1, keepdim=True)
-        if self._grad_lse is not None:
-            delta = delta - place.queries(self._grad_lse)
-        delta = torch.where(dead, 0.0, delta)
+        # torch's own backward makes it itself.
+        delta = None if self._biases is not None else self._delta(place, grad_out)
         # exp(score - inf) is 0: rows with no live pair have no weights.
-        lse = torch.where(dead, torch.inf, lse)
+        lse = torch.where(lse == -torch.inf, torch.inf, lse)
         dq = queries.new_zeros(queries.shape) if self._dq is not None else None
         rows = Rows(step, place, queries, grad_out, lse, delta, dq)
         for span in step.spans:
@@ -114,11 +111,17 @@ class StepGradients:
                     self._add_span(rows, part)
         if dq is not None and self._dq is not None:
             place.store(self._dq, dq)
-        if self._sink_terms and self._program.sink is not None:
+        if self._sink_terms and self._program.sink is not None and delta is not None:
             tile = self._scorer.expressions.tile(step, (0, 1), place.pairs(lse))
             (sink,) = tile.evaluate(self._program.sink)
             d_sink = -torch.exp(sink - place.pairs(lse)) * place.pairs(delta)
             self._sums.add(self._sink_terms, d_sink, tile)
+
+    def _delta(self, place: Place, grad_out: torch.Tensor) -> torch.Tensor:
+        delta = (grad_out * place.queries(self._out)).sum(-1, keepdim=True)
+        if self._grad_lse is not None:
+            delta = delta - place.queries(self._grad_lse)
+        return torch.where(place.queries(self._lse) == -torch.inf, 0.0, delta)
 
     def _add_plain(self, rows: Rows, span: Span, biases: Biases) -> bool:
         """Add a span's gradients by torch's own backward; False where it may have spoiled them."""
@@ -141,6 +144,8 @@ class StepGradients:
     def _add_span(self, rows: Rows, span: Span) -> None:
         """Add a span's gradients."""
         place, columns = rows.place, slice(*span.columns)
+        if rows.delta is None:
+            rows = replace(rows, delta=self._delta(place, rows.grad_out))
         keys = self._k[place.matrices, columns]
         scored = self._scorer.span(rows.step, place, span, rows.queries, keys)
         d_score = self._weights(rows, span, scored)
@@ -188,6 +193,7 @@ class StepGradients:
                 self._sums.add(self._dropout_terms, d_p, scored.tile)
             pairs.mul_(keep)
         if program.weights is None:
+            assert rows.delta is not None
             slopes.sub_(rows.delta).mul_(weights)
             fill(pairs, scored, 0.0)
             return slopes

@@ -68,13 +68,18 @@ class Biases:
         """Of a call with these live pairs."""
         self._call, self._lives = call, lives
         self._kept: dict[object, Bias] = {}
+        self._room = torch.empty(0)
+        """Zeros, which biases that are not kept are written to one after the other."""
+        self._written: list[torch.Tensor] = []
+        """Parts of these that are no zeros."""
 
     def of(
         self, step: Step, span: Span, place: Place
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What the mask adds to a span's scores, (1 or matrices, 1, group * rows, width).
 
-        And which rows (1 or matrices, group * rows, 1) have a live pair; None where all have.
+        And which rows (1 or matrices, group * rows, 1) have a live pair; None where all have. Both
+        are good until the next ones are asked for.
         """
         if not span.partial:
             return None, None
@@ -83,7 +88,7 @@ class Biases:
         key = self._lives.key(step, span.columns, *span.partial)
         found = None if key is None else self._kept.get(key)
         if found is None:
-            found = self._made(step, span, place)
+            found = self._made(step, span, place, key is not None)
             self._keep(key, found)
         return found
 
@@ -95,7 +100,7 @@ class Biases:
         key = self._lives.key(step, *span.partial)
         found = None if key is None else self._kept.get(key)
         if found is None or found[0].shape[-1] < span.width:
-            found = self._made(step, span, place, 0 if key is None else SPAN)
+            found = self._made(step, span, place, key is not None, 0 if key is None else SPAN)
             self._keep(key, found)
         return found[0][..., -span.width :], None
 
@@ -104,7 +109,20 @@ class Biases:
         if key is not None and fits and (key in self._kept or len(self._kept) < _KEPT):
             self._kept[key] = found
 
-    def _made(self, step: Step, span: Span, place: Place, width: int = 0) -> Bias:
+    def _zeros(self, shape: tuple[int, ...], is_kept: bool) -> torch.Tensor:
+        """New zeros, or room that was used before: see M61 in docs/measured.md."""
+        dtype, device = work_dtype(self._call), self._call.q.device
+        if is_kept:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        for part in self._written:
+            part.zero_()
+        self._written.clear()
+        size = math.prod(shape)
+        if self._room.numel() < size:
+            self._room = torch.zeros(size, dtype=dtype, device=device)
+        return self._room[:size].view(shape)
+
+    def _made(self, step: Step, span: Span, place: Place, is_kept: bool, width: int = 0) -> Bias:
         """The bias of a span, and of live keys before it up to a ``width`` that can be kept."""
         lives = [self._lives.of(step, columns) for columns in span.partial]
         batch, heads, rows = place.shape
@@ -113,11 +131,13 @@ class Biases:
         lines = rows * max(batch * heads, _members(place))
         more = max(0, width - span.width) if lines * width <= _MOST_KEPT else 0
         shape = (batch, heads, rows, more + span.width)
-        bias = torch.zeros(shape, dtype=work_dtype(self._call), device=self._call.q.device)
+        bias = self._zeros(shape, is_kept)
         for columns, live in zip(span.partial, lives, strict=True):
             start = more + columns[0] - span.columns[0]
             part = bias[..., start : start + columns[1] - columns[0]]
             part.masked_fill_(~live, -torch.inf)
+            if not is_kept:
+                self._written.append(part)
         if span.full:
             return _by_matrices(bias, place), None
         some = bias.amax(-1, keepdim=True) == 0.0
