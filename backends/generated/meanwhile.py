@@ -14,22 +14,21 @@ Non-goals: backwards that make gradients of captures, whose kernels share the wo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ..kernels.kernel import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable
 
     from ..base import Call, Wants
     from ..kernels.kernel import Family
     from ..kernels.layout import Layout
 
-    Places = Sequence[Hashable]
 
-
+Places = TypeVar("Places")
 _MOST = 1024
 """Layouts that wait at a time; more than programs have."""
 
@@ -38,7 +37,7 @@ _MOST = 1024
 class _Waiting:
     layout: Layout
     """Of the other kernels."""
-    places: Places | None = None
+    places: Any | None = None
     """What is being compiled; None before the second call."""
 
 

@@ -45,6 +45,8 @@ class Bounds(NamedTuple):
     orders: _Orders
     names: Mapping[str, Value]
     """Sizes and params."""
+    q_offset: int
+    kv_offset: int
 
     @property
     def of_one_row(self) -> bool:
@@ -73,17 +75,20 @@ class Bounds(NamedTuple):
 def bounds_of(lowered: Lowered, call: Call) -> Bounds | None:
     """The bounds of a call's mask, or None where they are of more than numbers and positions."""
     sparsity = lowered.sparsity
-    bounds = sparsity.bounds
+    bounds, q_offset, kv_offset = sparsity.bounds, call.q_offset, call.kv_offset
+    if type(q_offset) is not int or type(kv_offset) is not int:
+        return None
     if (
         bounds is None or sparsity.by_batch or sparsity.by_head or bounds.columns or bounds.cells
         or call.q_index is not None or call.kv_index is not None or call.tiles is not None
-        or type(call.q_offset) is not int or type(call.kv_offset) is not int
     ):  # fmt: skip
         return None
     orders = _orders(bounds.may, bounds.must, bounds.rows)
-    if orders is None or any(isinstance(value, torch.Tensor) for value in call.params.values()):
+    params = {name: x for name, x in call.params.items() if not isinstance(x, torch.Tensor)}
+    if orders is None or len(params) < len(call.params):
         return None
-    return Bounds(orders, {**call.sizes, **call.params} if call.params else call.sizes)  # type: ignore[dict-item]
+    names = {**call.sizes, **params} if params else call.sizes
+    return Bounds(orders, names, q_offset, kv_offset)
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-flash_attention = torch._C._VariableFunctions._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
+flash_attention = torch._C._VariableFunctions._scaled_dot_product_flash_attention_for_cpu
 """(q, k, v, is_causal=, attn_mask=, scale=): output, and log-sum-exp (batch, heads, rows).
 
 To look it up in ``torch.ops`` takes 9 us.

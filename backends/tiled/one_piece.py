@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call
-    from .plan import Range
 
 _MOST_ROWS = 8
 """Of all heads that share keys, of a call that is looked at: the bounds of many rows decide little.
@@ -85,8 +84,8 @@ def _live_keys(lowered: Lowered, call: Call) -> int | None:
     bounds = bounds_of(lowered, call)
     if bounds is None or (bounds.of_one_row and rows > 1):
         return None
-    start, stop = call.kv_offset, call.kv_offset + length  # type: ignore[operator]
-    q: Range = (call.q_offset, call.q_offset + rows)  # type: ignore[assignment, operator]
+    start, stop = bounds.kv_offset, bounds.kv_offset + length
+    q = (bounds.q_offset, bounds.q_offset + rows)
     if bounds.must(q, (start, stop)):
         return 0
     # The fewer of the last keys there are, the sooner the bounds are sure.

@@ -147,10 +147,9 @@ def triangle_of(lowered: Lowered, call: Call) -> Triangle | None:
     ):  # fmt: skip
         return None
     bounds = bounds_of(lowered, call)
-    least = None if bounds is None or bounds.of_one_row else _least_distance(bounds)
-    if least is None:
+    if bounds is None or bounds.of_one_row or (least := _least_distance(bounds)) is None:
         return None
-    first = call.q_offset - call.kv_offset - least  # type: ignore[operator]
+    first = bounds.q_offset - bounds.kv_offset - least
     if first < 0 or first % side or first + rows > call.k.shape[2]:
         return None
     return Triangle(first, rows, side)
