@@ -1,7 +1,8 @@
 """Few rows over keys that they all see: torch's own attention, once, and no plan.
 
-A step of decoding has one row, and its cache has another length each time. To look for tiles and to
-make a bias for them takes several times what the attention does: see M57 in docs/measured.md.
+A step of decoding has one row, and its cache has another length each time, or room for keys to
+come. To look for tiles and to make a bias for them takes several times what the attention does: see
+M57 in docs/measured.md.
 
 Non-goals: scores that are not plain ones, masks with several runs of live keys, masks that read
 tensors or heads (:mod:`.plan` has all of these).
@@ -19,9 +20,12 @@ from .flash import flash_attention, is_spoilt
 from .torch_tiles import work_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attndsl.pipeline import Lowered
 
     from ..base import Call
+    from .plan import Range
 
 _MOST_ROWS = 8
 """Of all heads that share keys, of a call that is looked at: the bounds of many rows decide little.
@@ -38,12 +42,12 @@ def in_one_piece(lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tens
     kv_heads = call.k.shape[1]
     if kv_heads == 0 or rows * (heads // kv_heads) > _MOST_ROWS or lowered.program.sink is not None:
         return None
-    first = _live_keys(lowered, call)
-    if first is None:
+    live = _live_keys(lowered, call)
+    if live is None:
         return None
     q, k, v = call.q, call.k, call.v
-    if first:
-        k, v = k[:, :, first:], v[:, :, first:]
+    if live != (0, k.shape[2]):
+        k, v = k[:, :, slice(*live)], v[:, :, slice(*live)]
     if q.dtype is not (dtype := work_dtype(call)):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if heads != kv_heads:
@@ -74,26 +78,36 @@ def _as_results(
     return out, lse
 
 
-def _live_keys(lowered: Lowered, call: Call) -> int | None:
-    """The first key that a row sees, where all rows see the same ones, up to the last; or None."""
+def _live_keys(lowered: Lowered, call: Call) -> Range | None:
+    """The keys that each row sees, if these are the same, and the first ones or the last."""
     rows, length = call.q.shape[2], call.k.shape[2]
     if 0 in (call.q.shape[0], rows, length):
         return None
     if lowered.program.mask is None:
-        return 0
+        return 0, length
     bounds = bounds_of(lowered, call)
     if bounds is None or (bounds.of_one_row and rows > 1):
         return None
     start, stop = bounds.kv_offset, bounds.kv_offset + length
     q = (bounds.q_offset, bounds.q_offset + rows)
     if bounds.must(q, (start, stop)):
-        return 0
-    # The fewer of the last keys there are, the sooner the bounds are sure.
-    dead, live = start, stop
-    while live - dead > 1:
-        middle = (dead + live) // 2
-        if bounds.must(q, (middle, stop)):
-            live = middle
+        return 0, length
+    # The fewer keys there are, the sooner the bounds are sure of them.
+    if bounds.must(q, (stop - 1, stop)):
+        first = _boundary(lambda place: bounds.must(q, (place, stop)), stop - 1, start)
+        return None if bounds.may(q, (start, first)) else (first - start, length)
+    if bounds.must(q, (start, start + 1)):
+        last = _boundary(lambda place: bounds.must(q, (start, place)), start + 1, stop)
+        return None if bounds.may(q, (last, stop)) else (0, last - start)
+    return None
+
+
+def _boundary(holds: Callable[[int], bool], inside: int, outside: int) -> int:
+    """The last place where it holds, from ``inside`` on to ``outside``, where it does not."""
+    while abs(outside - inside) > 1:
+        middle = (inside + outside) // 2
+        if holds(middle):
+            inside = middle
         else:
-            dead = middle
-    return None if live == stop or bounds.may(q, (start, live)) else live - start
+            outside = middle
+    return inside

@@ -14,26 +14,30 @@ from attndsl.runtime.location import Location
 CLOSE = {dtype: {"atol": 0.02, "rtol": 0.02} for dtype in (torch.bfloat16, torch.float16)}
 """The reference rounds on its way."""
 SEEN = {
-    # Program, rows, keys, q_offset and kv_offset: the first of the keys that all rows see.
-    ("score", 3, 50, 0, 0): 0,
-    ("causal()", 1, 50, 49, 0): 0,
-    ("causal()", 1, 50, 60, 0): 0,
-    ("causal()", 1, 1, 0, 0): 0,
-    ("causal()", 2, 50, 49, 0): 0,
+    # Program, rows, keys, q_offset and kv_offset: which keys all rows see.
+    ("score", 3, 50, 0, 0): (0, 50),
+    ("causal()", 1, 50, 49, 0): (0, 50),
+    ("causal()", 1, 50, 60, 0): (0, 50),
+    ("causal()", 1, 1, 0, 0): (0, 1),
+    ("causal()", 2, 50, 49, 0): (0, 50),
     ("causal()", 2, 50, 48, 0): None,
-    ("causal()", 1, 50, 48, 0): None,
-    ("causal()", 1, 50, 3, -46): 0,
-    ("causal() and q - kv < 20", 1, 50, 49, 0): 30,
-    ("causal() and q - kv < 20", 1, 50, 65, 0): 46,
+    ("causal()", 1, 50, 48, 0): (0, 49),
+    ("causal()", 1, 50, 3, -46): (0, 50),
+    ("causal() and q - kv < 20", 1, 50, 49, 0): (30, 50),
+    ("causal() and q - kv < 20", 1, 50, 65, 0): (46, 50),
     ("causal() and q - kv < 20", 1, 50, 70, 0): None,
     ("causal() and q - kv < 20", 2, 50, 49, 0): None,
-    ("causal() and q % 7 == 0", 1, 50, 49, 0): 0,
+    ("causal() and q % 7 == 0", 1, 50, 49, 0): (0, 50),
     ("causal() and q % 7 == 0", 1, 50, 50, 0): None,
     ("causal() and q % 7 == 0", 2, 50, 49, 0): None,
     ("causal() and kv % 7 == 0", 1, 50, 49, 0): None,
     ("causal() and kv <= q + h", 1, 50, 49, 0): None,
     ("kv == 49", 1, 50, 0, 0): None,
     ("mask = causal(); sink = 0.5", 1, 50, 49, 0): None,
+    ("causal()", 1, 50, 0, 0): (0, 1),
+    ("causal()", 1, 50, -1, 0): None,
+    ("causal() and q - kv < 20", 1, 50, 10, 0): (0, 11),
+    ("causal() and q - kv < 20", 1, 50, 30, 0): None,
 }
 
 
@@ -44,8 +48,8 @@ def _call(attention, rows, keys, q_offset=0, kv_offset=0, heads=(2, 2), **option
     return bind(attention.lowered.program, (q, k, v), {}, location, CallOptions(**options))
 
 
-@pytest.mark.parametrize(("case", "first"), SEEN.items())
-def test_which_keys_all_rows_see(monkeypatch, case, first):
+@pytest.mark.parametrize(("case", "seen"), SEEN.items())
+def test_which_keys_all_rows_see(monkeypatch, case, seen):
     text, *numbers = case
     attention = attndsl.compile(text, backend="cpu")
     call = _call(attention, *numbers)
@@ -55,7 +59,8 @@ def test_which_keys_all_rows_see(monkeypatch, case, first):
         one_piece, "flash_attention", lambda *x, **y: taken.append(x[1].shape[2]) or real(*x, **y)
     )
     found = one_piece.in_one_piece(attention.lowered, call)
-    assert taken == ([] if first is None else [call.k.shape[2] - first])
+    assert taken == ([] if seen is None else [seen[1] - seen[0]])
+    assert one_piece._live_keys(attention.lowered, call) == seen or attention.lowered.program.sink
     if found is not None:
         reference = attndsl.compile(text, backend="reference")
         wanted = reference(
