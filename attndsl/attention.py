@@ -290,7 +290,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
                 self = self._for_ones(q, k, captures, location or WHOLE, key)
                 prepared = self._prepared.get(key)
             elif kinds is None and (q_offset or not self._warns):
-                prepared = self._lengths.of(k, key)
+                prepared = self._lengths.of(key)
         lowered = self._lowered
         if prepared is None:
             location = location or Location(q_offset, kv_offset, q_index, kv_index)

@@ -16,8 +16,6 @@ from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
 if TYPE_CHECKING:
-    import torch
-
     from attndsl.backends.base import Backend, Call
     from attndsl.runtime.parts import Terms
     from attndsl.runtime.values import Values
@@ -60,11 +58,12 @@ class OtherLengths:
             self._kept.clear()
         self._kept[key] = prepared
 
-    def of(self, k: torch.Tensor, signature: tuple[Any, ...]) -> Prepared | None:
-        """What was found, for a call of these keys; None where no call was like it."""
-        if not self._kept or k.shape[2] >= POSITION_LIMIT or asks_to_verify():
+    def of(self, signature: tuple[Any, ...]) -> Prepared | None:
+        """What was found, for a call of this signature; None where no call was like it."""
+        if not self._kept or (key := _key(signature)) is None or asks_to_verify():
             return None
-        if (key := _key(signature)) is None:
+        length = signature[_K][2]
+        if length >= POSITION_LIMIT:
             return None
         found = self._kept.get(key)
         if found is None:
@@ -72,7 +71,7 @@ class OtherLengths:
         template = found.template
         assert template.signature is not None
         own = template._replace(
-            sizes={**template.sizes, "kv_len": k.shape[2]},
+            sizes={**template.sizes, "kv_len": length},
             signature=Signature(template.signature.name),
         )
         return found._replace(template=own)

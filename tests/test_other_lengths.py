@@ -58,12 +58,29 @@ def test_only_numbers_of_keys_may_differ(bound):
         attention(*others, q_offset=11)
         assert len(bound) == before + 1
     q, k, v = _operands(13)
-    for wrong in ((q, k, v[:, :, :-1]), (q, k[..., :-1], v), (q, k[:, :1], v), (q, k, v[0])):
+    for wrong in (
+        (q, k, v[:, :, :-1]),
+        (q, k[..., :-1], v),
+        (q, k[:, :1], v),
+        (q, k, v[0]),
+    ):
         with pytest.raises(ShapeError):
             attention(*wrong, q_offset=12)
     torch.testing.assert_close(
         attention(q, k.mT.contiguous().mT, v, q_offset=12), attention(q, k, v, q_offset=12)
     )
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_tensors_of_fewer_dims_are_refused(dims):
+    attention = attndsl.compile("causal()", backend="cpu")
+    for length in (10, 11):
+        attention(*_operands(length), q_offset=length - 1)
+    q, k, v = _operands(12)
+    few = k[(0,) * (4 - dims)]
+    for wrong in ((q, few, v), (q, k, few), (q, few, few)):
+        with pytest.raises(ShapeError, match="dims"):
+            attention(*wrong, q_offset=11)
 
 
 def test_gradients_and_results_with_lse(bound):
