@@ -224,8 +224,9 @@ def measure_all(
 
     def run(lane: Lane) -> None:
         has_quick = lane.system == "attndsl" and lane.device.startswith("cuda")
+        systems = (lane.system, QUICK) if has_quick else (lane.system,)
         for name in names:
-            for system in (lane.system, QUICK)[: 1 + has_quick]:
+            for system in systems:
                 rows = row(name, lane._replace(system=system))
                 with lock:
                     done(rows)

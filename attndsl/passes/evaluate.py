@@ -39,10 +39,19 @@ def evaluate(root: Node, environment: Environment = Environment()) -> Value:
     Raises:
         KeyError: A leaf that ``environment`` has no value for.
     """
+    return evaluate_in(toposort(root), environment)
+
+
+def evaluate_in(order: Sequence[Node], environment: Environment) -> Value:
+    """The value of the last of some nodes that stand behind their operands.
+
+    Raises:
+        KeyError: A leaf that ``environment`` has no value for.
+    """
     values: dict[Node, Value] = {}
-    for item in toposort(root):
+    for item in order:
         values[item] = _value(item, [values[arg] for arg in item.args], environment)
-    return values[root]
+    return values[order[-1]]
 
 
 def apply(item: Node, args: list[Value]) -> Value:

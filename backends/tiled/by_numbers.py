@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attndsl.ir import DType, Op, toposort
-from attndsl.passes.evaluate import apply
+from attndsl.passes.evaluate import Environment, evaluate_in
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from attndsl.ir import Node
     from attndsl.passes.evaluate import Value
@@ -67,9 +67,9 @@ class Bounds(NamedTuple):
             "$kv_high": kv[1] - 1,
         }  # fmt: skip
         for number, row in enumerate(self.orders.rows):
-            found = _evaluate(row, {**self.names, "q": q[0]})
+            found = evaluate_in(row, Environment({**self.names, "q": q[0]}))
             names[f"$row{number}_low"] = names[f"$row{number}_high"] = found
-        return _evaluate(order, names)
+        return evaluate_in(order, Environment(names))
 
 
 def bounds_of(lowered: Lowered, call: Call) -> Bounds | None:
@@ -91,6 +91,17 @@ def bounds_of(lowered: Lowered, call: Call) -> Bounds | None:
     return Bounds(orders, names, q_offset, kv_offset)
 
 
+def boundary(holds: Callable[[int], bool], inside: int, outside: int) -> int:
+    """The last place where it holds, from ``inside`` on to ``outside``, where it does not."""
+    while abs(outside - inside) > 1:
+        middle = (inside + outside) // 2
+        if holds(middle):
+            inside = middle
+        else:
+            outside = middle
+    return inside
+
+
 @lru_cache(maxsize=256)
 def _orders(may: Node, must: Node, rows: tuple[Node, ...]) -> _Orders | None:
     found = _Orders(_order(may), _order(must), tuple(map(_order, rows)))
@@ -101,15 +112,3 @@ def _orders(may: Node, must: Node, rows: tuple[Node, ...]) -> _Orders | None:
 
 def _order(root: Node) -> _Order:
     return tuple(toposort(root))
-
-
-def _evaluate(order: _Order, names: Mapping[str, Value]) -> Value:
-    values: dict[Node, Value] = {}
-    for item in order:
-        if item.args:
-            values[item] = apply(item, [values[arg] for arg in item.args])
-        elif item.op is Op.CONST:
-            values[item] = item.value  # type: ignore[assignment]
-        else:
-            values[item] = names[str(item.value)]
-    return values[order[-1]]

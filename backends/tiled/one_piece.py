@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..memory_order import memory_order, wide_dtype
-from .by_numbers import bounds_of
+from .by_numbers import boundary, bounds_of
 from .flash import flash_attention, is_spoilt
 from .torch_tiles import work_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from attndsl.pipeline import Lowered
 
     from ..base import Call
@@ -94,20 +92,9 @@ def _live_keys(lowered: Lowered, call: Call) -> Range | None:
         return 0, length
     # The fewer keys there are, the sooner the bounds are sure of them.
     if bounds.must(q, (stop - 1, stop)):
-        first = _boundary(lambda place: bounds.must(q, (place, stop)), stop - 1, start)
+        first = boundary(lambda place: bounds.must(q, (place, stop)), stop - 1, start)
         return None if bounds.may(q, (start, first)) else (first - start, length)
     if bounds.must(q, (start, start + 1)):
-        last = _boundary(lambda place: bounds.must(q, (start, place)), start + 1, stop)
+        last = boundary(lambda place: bounds.must(q, (start, place)), start + 1, stop)
         return None if bounds.may(q, (last, stop)) else (0, last - start)
     return None
-
-
-def _boundary(holds: Callable[[int], bool], inside: int, outside: int) -> int:
-    """The last place where it holds, from ``inside`` on to ``outside``, where it does not."""
-    while abs(outside - inside) > 1:
-        middle = (inside + outside) // 2
-        if holds(middle):
-            inside = middle
-        else:
-            outside = middle
-    return inside

@@ -29,7 +29,7 @@ from attndsl.passes.widths import POSITION_LIMIT
 from ..base import Gradients
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from . import plan
-from .by_numbers import bounds_of
+from .by_numbers import boundary, bounds_of
 from .flash import flash_attention, flash_gradients, is_spoilt
 from .lives import is_by_distance
 from .merging import merge_
@@ -165,15 +165,9 @@ def _least_distance(bounds: Bounds) -> int | None:
     def all_live_from(distance: int) -> bool:
         return bounds.must((_FAR + distance, 2 * _FAR), (0, _FAR + 1))
 
-    dead, live = -_MOST, _MOST
-    if all_live_from(dead) or not all_live_from(live):
+    if all_live_from(-_MOST) or not all_live_from(_MOST):
         return None
-    while live - dead > 1:
-        middle = (dead + live) // 2
-        if all_live_from(middle):
-            live = middle
-        else:
-            dead = middle
+    live = boundary(all_live_from, _MOST, -_MOST)
     return None if bounds.may((0, _FAR), (_FAR - live, 2 * _FAR)) else live
 
 
