@@ -22,6 +22,7 @@ from attndsl.passes.broadcast import with_ones
 from attndsl.passes.differentiate import differentiate
 from attndsl.passes.lowered import Lowered, contractions_of
 from attndsl.passes.place import place
+from attndsl.passes.signs import with_known_signs
 from attndsl.passes.simplify import simplify, simplify_derivative, simplify_node
 from attndsl.passes.split_mask import split_mask
 from attndsl.passes.tiles.extent import verdict
@@ -166,7 +167,8 @@ def lower_program(program: Program) -> Lowered:
     # First, while it is known which line each part of the score comes from. It simplifies each line
     # by itself, so that `where(true, ...)` of bound params does not hide a mask. Before
     # differentiation, which must not see -inf; it may leave `true` or `x and x` behind.
-    written = program = simplify(split_mask(program))
+    # What the mask says of positions then holds for every pair whose score counts.
+    written = program = with_known_signs(simplify(split_mask(program)))
     # Here what `token` is in most calls takes its place. Parts start from the program as written.
     program = simplify(expanded(written))
     by_token = written if mentions_tokens(written) else None

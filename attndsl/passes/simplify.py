@@ -200,6 +200,16 @@ def _negation(item: Node) -> Node | None:
     return a.args[0] if a.op is Op.NEG else None
 
 
+def _added_negation(item: Node) -> Node | None:
+    """``x + -y`` as ``x - y``, and ``x - -y`` as ``x + y``."""
+    a, b = item.args
+    if b.op is Op.NEG:
+        return node(Op.SUB if item.op is Op.ADD else Op.ADD, a, b.args[0], span=item.span)
+    if item.op is Op.ADD and a.op is Op.NEG:
+        return node(Op.SUB, b, a.args[0], span=item.span)
+    return None
+
+
 def _cast(item: Node) -> Node | None:
     (a,) = item.args
     return a if a.dtype is item.dtype else None
@@ -239,8 +249,8 @@ def _cancel(item: Node) -> Node | None:
 
 
 RULES: dict[Op, tuple[Rule, ...]] = {
-    Op.ADD: (_identity(0), _identity(-0.0), _cancel),
-    Op.SUB: (_identity(0, left=False), _identity(0.0, left=False), _cancel),
+    Op.ADD: (_identity(0), _identity(-0.0), _added_negation, _cancel),
+    Op.SUB: (_identity(0, left=False), _identity(0.0, left=False), _added_negation, _cancel),
     Op.MUL: (_identity(1), _identity(1.0), _absorb(0)),
     Op.DIV: (_identity(1.0, left=False),),
     Op.FLOORDIV: (_identity(1, left=False),),

@@ -96,6 +96,19 @@ def test_zero_is_not_dropped_from_float_sums() -> None:
     assert simplify_node(root) is root
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("score + -exp(score)", "score - exp(score)"),
+        ("-exp(score) + score", "score - exp(score)"),
+        ("score - -exp(score)", "score + exp(score)"),
+    ],
+)
+def test_negations_in_sums(text: str, expected: str) -> None:
+    found, wanted = (simplify(read(Source(t), {})) for t in (text, expected))
+    assert found.score is wanted.score
+
+
 def test_simple_programs_do_not_import_sympy() -> None:
     script = (
         "import sys\n"
