@@ -112,8 +112,9 @@ def compile(  # noqa: A001
 
     Warns:
         ProgramWarning: A name that nothing reads, a mask that is the same for all pairs, an empty
-            text, ``softcap(score)``. Later calls warn of a shape that looks like (batch, length,
-            heads, dim), and of ``causal()`` with lengths that differ and no offset.
+            text, a score line that does not read the score. Later calls warn of a shape that looks
+            like (batch, length, heads, dim), and of ``causal()`` with lengths that differ and no
+            offset.
 
     Example:
         >>> import torch, attndsl

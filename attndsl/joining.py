@@ -69,10 +69,10 @@ def join(
 
     Example:
         >>> import attndsl
-        >>> print(attndsl.join("causal()", "score = softcap(30.0)").text, end="")
+        >>> print(attndsl.join("causal()", "score = softcap(score, 30.0)").text, end="")
         mask = causal()
         <BLANKLINE>
-        score = softcap(30.0)
+        score = softcap(score, 30.0)
     """
     if torch.compiler.is_dynamo_compiling():
         raise UnsupportedError(

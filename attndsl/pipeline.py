@@ -14,7 +14,7 @@ from attndsl.frontend import (
     read_large_numbers,
     read_locals,
     read_mask_span,
-    read_scored_twice,
+    read_unscored,
     read_unused,
 )
 from attndsl.ir import Op
@@ -93,7 +93,7 @@ def warnings_of(source: Source, declared: Mapping[str, Declared]) -> tuple[Progr
     program = read(tree, declared)
     masked = split_mask(program)
     _check_variants(tree, declared, program)
-    found = [*read_unused(tree), *read_scored_twice(tree), *read_large_numbers(tree)]
+    found = [*read_unused(tree), *read_unscored(tree, program), *read_large_numbers(tree)]
     mask = None if masked.mask is None else simplify_node(masked.mask)
     if mask is not None and (value := verdict(mask)) is not None:
         # A value may well switch a mask off, but nobody asks for no pairs at all.

@@ -67,8 +67,8 @@ CASES = {
     "neighbourhood128x6": Case(
         "abs(q // 128 - kv // 128) <= 6 and abs(q % 128 - kv % 128) <= 6", "neighbourhood"
     ),
-    "alibi": Case("mask = causal()\nscore = alibi()", "alibi"),
-    "softcap": Case("mask = causal()\nscore = softcap(20.0)", "softcap", softcap=20.0),
+    "alibi": Case("mask = causal()\nscore = score + alibi()", "alibi"),
+    "softcap": Case("mask = causal()\nscore = softcap(score, 20.0)", "softcap", softcap=20.0),
     "head_gain": Case(
         "tensor gain[heads]: float\nmask = causal()\nscore = gain[h] * score", "head_gain"
     ),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("score", {}),
     "causal window": ("causal() and q - kv < window", {"window": 1024}),
-    "run-time param": ("param cap: float\nscore = softcap(cap)", {}),
+    "run-time param": ("param cap: float\nscore = softcap(score, cap)", {}),
     "captured tensor": ("tensor gain[heads]: float\nscore = gain[h] * score", {}),
 }
 CALLS, ROUNDS = 500, 40

@@ -72,7 +72,7 @@ CASES = (
     ),
     Case(
         "alibi",
-        "mask = causal(); score = alibi()",
+        "mask = causal(); score = score + alibi()",
         2048,
         mask=lambda q, kv: torch.where(
             q >= kv, -torch.exp2(-2.0 * torch.arange(1, 5).view(4, 1, 1)) * (q - kv), -torch.inf

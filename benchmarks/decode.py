@@ -60,8 +60,8 @@ WINDOW, CAP, REACH = 1024, 50.0, 4096
 TEXTS = {
     "plain": "causal()",
     "window": f"sliding_window({WINDOW})",
-    "soft cap": f"mask = causal()\nscore = softcap({CAP})",
-    "alibi": "mask = causal()\nscore = alibi()",
+    "soft cap": f"mask = causal()\nscore = softcap(score, {CAP})",
+    "alibi": "mask = causal()\nscore = score + alibi()",
     "distances": f"""
         tensor near[heads, {REACH}]: float
         mask = causal()

@@ -32,7 +32,7 @@ QUIETER = 1 / 1024
 """Size of the keys and values of the second head, as a part of those of the first."""
 NEEDLE = 20.0
 """Score of the key that a query looks for."""
-TEXTS = {"causal": "causal()", "soft cap": "mask = causal()\nscore = softcap(15.0)"}
+TEXTS = {"causal": "causal()", "soft cap": "mask = causal()\nscore = softcap(score, 15.0)"}
 BACKENDS = {"cpu": "cpu", "cuda": "decode"}
 """What runs on a device."""
 RESULTS = {"cpu": "fp8", "cuda": "fp8_cuda"}

@@ -34,7 +34,7 @@ class Program:
 PROGRAMS = {
     "causal": Program("causal()", "causal"),
     "window1024": Program("causal() and q - kv < 1024", "window1024"),
-    "softcap": Program("mask = causal(); score = softcap(50.0)", "softcap"),
+    "softcap": Program("mask = causal(); score = softcap(score, 50.0)", "softcap"),
     "documents2000": Program(DOCUMENTS, "documents1000"),
     "documents12000": Program(DOCUMENTS, "documents1000"),
     "block_diffusion": Program("param n: int\nmask = block_diffusion(n, 1024)", "causal"),
@@ -44,7 +44,7 @@ PROGRAMS = {
 TEXTS = {
     name: program.text for name, program in PROGRAMS.items() if name != "block_diffusion"
 } | {
-    "alibi": "mask = causal(); score = alibi()",
+    "alibi": "mask = causal(); score = score + alibi()",
     "gain": "tensor x[heads]: float\nmask = causal(); score = x[h] * score",
 }  # fmt: skip
 """What is measured."""

@@ -62,7 +62,7 @@ mask = kv < context[b] or ancestor[token, max(kv - context[b], 0)]
 TEXTS = {
     "plain": "causal()",
     "window": f"sliding_window({WINDOW})",
-    "soft cap": f"mask = causal()\nscore = softcap({CAP})",
+    "soft cap": f"mask = causal()\nscore = softcap(score, {CAP})",
     "tree": TREE,
 }
 

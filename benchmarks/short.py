@@ -48,8 +48,8 @@ TEXTS = {
     "full": "score",
     "causal": "causal()",
     "window": f"sliding_window({WINDOW})",
-    "alibi": "mask = causal()\nscore = alibi()",
-    "soft cap": f"mask = causal()\nscore = softcap({CAP})",
+    "alibi": "mask = causal()\nscore = score + alibi()",
+    "soft cap": f"mask = causal()\nscore = softcap(score, {CAP})",
     "padding": "tensor lengths[batch]: int\nmask = valid_keys(lengths)",
 }
 _ROUNDS, _QUICK_ROUNDS = 15, 3

@@ -48,10 +48,11 @@ PROGRAMS = {
     "causal": Program("causal()"),
     "window": Program("causal() and q - kv < 256", "(q >= kv) & (q - kv < 256)"),
     "soft cap": Program(
-        "mask = causal()\nscore = softcap(50.0)", score="50.0 * torch.tanh(score / 50.0)"
+        "mask = causal()\nscore = softcap(score, 50.0)", score="50.0 * torch.tanh(score / 50.0)"
     ),
     "ALiBi": Program(
-        "mask = causal()\nscore = alibi()", score="score - torch.exp2(-2.0 * (h + 1)) * (q - kv)"
+        "mask = causal()\nscore = score + alibi()",
+        score="score - torch.exp2(-2.0 * (h + 1)) * (q - kv)",
     ),
     "documents": Program(
         "tensor doc[batch, kv_len]: int\nmask = causal() and doc[b, q] == doc[b, kv]",

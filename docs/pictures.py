@@ -43,7 +43,7 @@ PANELS = (
         "q >= kv and doc[q] == doc[kv]",
         {"doc": torch.repeat_interleave(torch.arange(4), torch.tensor([9, 5, 12, 6]))},
     ),
-    Panel("ALiBi, head 3 of 8", "mask = causal(); score = alibi()"),
+    Panel("ALiBi, head 3 of 8", "mask = causal(); score = score + alibi()"),
     Panel("Neighbourhoods, 8 x 4 grid", "natten2d(8, 4, 3, 3)"),
     Panel("Block diffusion", "block_diffusion(16, 4)"),
 )

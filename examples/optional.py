@@ -17,7 +17,7 @@ tensor doc[batch, kv_len]: int = none
 tensor bias[heads, q_len, kv_len]: float = none
 mask = causal() and pad[b, kv]
 mask = doc[b, q] == doc[b, kv]
-score = softcap(cap)
+score = softcap(score, cap)
 score = score + bias[h, q, kv]
 """
 

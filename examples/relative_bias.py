@@ -20,7 +20,7 @@ LENGTH, HEADS = 24, 2
 def main():
     torch.manual_seed(0)
     student = attndsl.compile(PROGRAM)
-    teacher = attndsl.compile("mask = causal(); score = alibi()")
+    teacher = attndsl.compile("mask = causal(); score = score + alibi()")
     table = torch.zeros(HEADS, 2 * LENGTH, requires_grad=True)
     optimizer = torch.optim.Adam([table], lr=0.1)
     losses = []

@@ -151,7 +151,7 @@ def test_check_as_json(attndsl, write):
 def test_every_command_takes_imports(attndsl, write):
     write("near.attn", "param reach: int = 8\ndef near(x, y) = abs(x - y) < reach\n")
     write("local.attn", 'import "near.attn"\nmask = causal() and near(q, kv)\n')
-    write("model.yaml", 'local: |\n  import "local.attn"\n  score = softcap(9.0)\n')
+    write("model.yaml", 'local: |\n  import "local.attn"\n  score = softcap(score, 9.0)\n')
     for file in ("local.attn", "model.yaml"):
         assert attndsl("check", file)[:2] == (0, "1 program: no errors\n")
         lengths = ("--q-len", "32", "-p", "reach=4")
@@ -345,7 +345,7 @@ def test_run_times_and_checks(attndsl, write):
         "param cap: float\ntensor doc[batch, kv_len]: int\ntensor lengths[batch]: int\n"
         "tensor gain[heads]: float\ntensor seen[n]: bool\ntensor near[heads, 2 * kv_len]: float\n"
         "mask = doc[b, q] == doc[b, kv] and kv < lengths[b] and (seen[kv % 4] or q == kv)\n"
-        "score = softcap(cap) * gain[h] + near[h, q - kv + kv_len]"
+        "score = softcap(score, cap) * gain[h] + near[h, q - kv + kv_len]"
     )
     arguments = (
         "run", write("a.attn", text), "-p", "cap=20.0", "--dim", "n=4", "--batch", 2, "--heads", 4,
@@ -366,7 +366,7 @@ def test_run_times_and_checks(attndsl, write):
 LEARNED = (
     "param p: float = 0.2\nparam cap: float = 5.0\ntensor s[heads]: float\n"
     "tensor gain[heads, kv_len]: float\ntensor near[kv_len]: float\n"
-    "mask = causal() and near[kv] < 1\nscore = softcap(cap) * gain[h, kv]\n"
+    "mask = causal() and near[kv] < 1\nscore = softcap(score, cap) * gain[h, kv]\n"
     "sink = s[h] + cap\nweights = dropout(softmax(score), p)\n"
 )
 

@@ -20,7 +20,7 @@ param p: float
 param cap: float
 param near: float = 3.0
 mask = causal() and doc[b, q] == doc[b, kv]
-score = softcap(cap) * gain[h, kv] - abs(q - kv) / near
+score = softcap(score, cap) * gain[h, kv] - abs(q - kv) / near
 sink = s[h]
 weights = dropout(softmax(score), p)
 """
@@ -165,7 +165,7 @@ def test_a_map_of_other_tiles_is_found_out():
     ],
 )
 def test_other_arguments_are_those_of_the_call(options):
-    text = "mask = causal() and (h < 6 or kv > 3); score = alibi()"
+    text = "mask = causal() and (h < 6 or kv > 3); score = score + alibi()"
     assert attndsl.compare(attndsl.compile(text), *inputs(), **options).ok
     whole = attndsl.compile(f"tensor gain[heads]: float; {text} * gain[h]")
     gain = torch.randn(options.get("heads", 4))
@@ -337,14 +337,17 @@ def test_what_does_not_fit_in_memory_is_refused(monkeypatch):
 
 
 def test_memory_grows_with_operations_and_pairs():
-    attention, (q, k, v) = attndsl.compile("mask = causal(); score = softcap(20.0)"), inputs()
+    attention = attndsl.compile("mask = causal(); score = softcap(score, 20.0)")
+    q, k, v = inputs()
     needed = 8 * (2 * 4 * 24 * 24) * (5 + 6)
     assert attndsl.compare(attention, q, k, v, max_bytes=needed).ok
     for refused in (
         {"max_bytes": needed - 1},
         {"max_bytes": needed, "near": 1.0},
     ):
-        other = attndsl.compile("param near: float; score = near * softcap(20.0) - abs(q - kv)")
+        other = attndsl.compile(
+            "param near: float; score = near * softcap(score, 20) - abs(q - kv)"
+        )
         with pytest.raises(ArgumentError, match="dense"):
             attndsl.compare(other if "near" in refused else attention, q, k, v, **refused)
 

@@ -22,7 +22,7 @@ def first(text, **arguments):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("score = softcap(5.0)", "All of the work of dense attention: there is no mask."),
+        ("score = softcap(score, 5.0)", "All of the work of dense attention: there is no mask."),
         ("mask = q < 0 and false", "No work: the mask is never true, and every output is 0."),
         (
             "mask = score > 0.5",
@@ -103,7 +103,7 @@ TABLE = "tensor table[heads, 32]: float\nscore = score + table[h, "
         (f"{TABLE}t5_bucket_causal(max(q - kv, 0), 32, 128)]\nmask = causal()", True),
         (f"{TABLE}clamp(q - kv, -15, 15) + 16]", False),
         (f"{TABLE}t5_bucket(2 * q - kv, 32, 128)]", False),
-        ("tensor near[heads, 2 * kv_len]: float\nscore = rel_bias(near)", False),
+        ("tensor near[heads, 2 * kv_len]: float\nscore = score + rel_bias(near)", False),
     ],
 )
 def test_long_functions_of_a_distance_are_told_of(text, told):

@@ -22,7 +22,7 @@ param window: int = 8
 param cap: float
 param both: bool
 mask = causal() and q - kv < window and doc[b, q] == doc[b, kv] and (both or lambda[h])
-score = softcap(cap) * scale[h] + table[h, q - kv + kv_len, kv % n] + gain[h] + steep + depth
+score = softcap(score, cap) * scale[h] + table[h, q - kv + kv_len, kv % n] + gain[h] + steep + depth
 """
 GAIN = torch.ones(4)
 STEEP = torch.tensor(2.0)

@@ -31,8 +31,8 @@ compiled = attndsl.compile
 
 WRITTEN = {
     "expressions without a name": (
-        ["causal()", "alibi()", "softcap(3.0)", "q - kv < 8"], {},
-        "mask = causal()\nscore = alibi()\nscore = softcap(3.0)\nmask = q - kv < 8",
+        ["causal()", "score + alibi()", "softcap(score, 3.0)", "q - kv < 8"], {},
+        "mask = causal()\nscore = score + alibi()\nscore = softcap(score, 3.0)\nmask = q - kv < 8",
     ),
     "a bare condition after declarations": (
         ["param w: int = 3\nnear = (q\n  - kv) < w; (near\n and causal())", "kv > 0"], {},
@@ -218,10 +218,11 @@ def test_a_joined_program_is_trained_as_the_written_one():
 
 
 def test_without_sink_stays_without_sink():
-    sunk = compiled("tensor s[heads]: float\nmask = causal(); sink = s[h]; score = softcap(2.0)")
+    text = "tensor s[heads]: float\nmask = causal(); sink = s[h]; score = softcap(score, 2.0)"
+    sunk = compiled(text)
     joined = attndsl.join(sunk.without_sink(), "sink = 1.5")
     assert joined.text == (
-        "tensor s[heads]: float\nmask = causal(); score = softcap(2.0)\n\nsink = 1.5\n"
+        "tensor s[heads]: float\nmask = causal(); score = softcap(score, 2.0)\n\nsink = 1.5\n"
     )
     assert joined.lowered.program.sink.value == 1.5
 
@@ -303,7 +304,7 @@ def test_errors_of_texts_and_of_the_whole_say_where():
     assert caught.value.span.source.name == "<joined>"
     assert caught.value.span.text == "score = 0.5 * (q - kv)"
     with pytest.raises(TypeMismatchError, match="in 'weights' the score is the final one"):
-        attndsl.join("w = sigmoid(score)\nweights = w", "score = softcap(3.0)")
+        attndsl.join("w = sigmoid(score)\nweights = w", "score = softcap(score, 3.0)")
     large = "\n".join(f"a{n} = {'9' * 18}" for n in range(450))
     with pytest.raises(LimitError):
         attndsl.join(large, large)

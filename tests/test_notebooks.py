@@ -117,12 +117,12 @@ def test_bindings_are_numbers_or_variables(shell):
     cell = "%%attn packed doc=ids near=near cap=2.5 on=true off=False\n"
     ran = shell.run_cell(
         f"{cell}mask = doc[b, q] == doc[b, kv] and q - kv < near and on and not off\n"
-        "score = softcap(cap)"
+        "score = softcap(score, cap)"
     )
     assert ran.success
     q = torch.randn(1, 2, 16, 8)
     wanted = attndsl.compile(
-        "mask = doc[b, q] == doc[b, kv] and q - kv < 3; score = softcap(2.5)", doc=doc
+        "mask = doc[b, q] == doc[b, kv] and q - kv < 3; score = softcap(score, 2.5)", doc=doc
     )
     torch.testing.assert_close(shell.user_ns["packed"](q, q, q), wanted(q, q, q))
 

@@ -423,7 +423,7 @@ def test_captures_are_checked_as_in_a_call():
 
 
 def test_files_are_of_the_kind_that_their_suffix_names(tmp_path):
-    data = _data("mask = causal(); score = softcap(5.0) + log(float(kv))", 12, 20)
+    data = _data("mask = causal(); score = softcap(score, 5.0) + log(float(kv))", 12, 20)
     for name in ("a.svg", "a.HTML", "a.txt", "a.png"):
         write(data, tmp_path / name)
     assert ET.parse(tmp_path / "a.svg").getroot().tag == f"{SVG}svg"
@@ -492,9 +492,9 @@ def test_scores_that_are_only_added_to_have_no_curve(program):
 
 
 def test_a_curve_stands_in_place_of_a_flat_panel_and_beside_others():
-    capped = _data("mask = causal(); score = softcap(5.0)")
+    capped = _data("mask = causal(); score = softcap(score, 5.0)")
     assert list(_panels(capped)) == ["mask", "tiles", "curve", "legend"]
-    both = _data("mask = causal(); score = softcap(5.0) - (q - kv)")
+    both = _data("mask = causal(); score = softcap(score, 5.0) - (q - kv)")
     assert list(_panels(both)) == ["mask", "tiles", "score", "curve", "legend"]
     curve = _panels(capped)["curve"]
     assert {"score of a raw score, at q = 31, kv = 16", "raw score", "-10", "10"} <= set(
@@ -510,7 +510,7 @@ def test_a_curve_stands_in_place_of_a_flat_panel_and_beside_others():
 
 
 def test_text_has_a_line_of_the_curve():
-    lines = text(_data("mask = causal(); score = softcap(5.0)", 16, 16, 4, 4)).splitlines()
+    lines = text(_data("mask = causal(); score = softcap(score, 5.0)", 16, 16, 4, 4)).splitlines()
     assert lines[-1] == (
         "score of a raw score, at q = 15, kv = 8: "
         "-10 -> -4.82, -5 -> -3.808, 0 -> 0, 5 -> 3.808, 10 -> 4.82"
@@ -526,7 +526,7 @@ def test_weights_of_the_programs_own_have_a_curve():
 
 
 def test_curves_of_scores_that_are_not_everywhere():
-    masked = _curve("mask = causal() and score > 1.0; score = softcap(5.0)", raw_score=2.0)
+    masked = _curve("mask = causal() and score > 1.0; score = softcap(score, 5.0)", raw_score=2.0)
     assert torch.equal(masked.live, masked.raw > 1)
     assert "-10 -> left out" in masked.line
     log = _data("score = log(score)")
@@ -542,7 +542,7 @@ def test_curves_of_scores_that_are_not_everywhere():
 
 
 def test_curves_are_drawn_by_matplotlib_too(tmp_path):
-    data = _data("mask = causal(); score = softcap(5.0) - (q - kv)", 8, 8)
+    data = _data("mask = causal(); score = softcap(score, 5.0) - (q - kv)", 8, 8)
     for name, head in (("a.pdf", b"%PDF-"), ("a.png", b"\x89PNG")):
         write(data, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(head)
@@ -568,7 +568,8 @@ def test_programs_are_drawn_with_made_up_captures():
     program = (
         "param w: int\nparam cap: float = 3.0\nparam on: bool\n"
         "tensor doc[batch, kv_len]: int  # <ids>\ntensor gain[heads, n]: float\n"
-        "mask = q - kv < w and doc[b, q] == doc[b, kv] and on\nscore = gain[h, 0] * softcap(cap)"
+        "mask = q - kv < w and doc[b, q] == doc[b, kv] and on\n"
+        "score = gain[h, 0] * softcap(score, cap)"
     )
     page = attndsl.compile(program)._repr_html_()
     drawing, _, rest = page.rpartition("</svg>\n")

@@ -37,7 +37,9 @@ def test_command_prints_text(command):
         title=program,
     )  # fmt: skip
     assert out == text(data)
-    code, out, _ = command("alibi()", "--q-len", 8, "--kv-len", 24, "--block-m", 4, "--head", 3)
+    code, out, _ = command(
+        "score + alibi()", "--q-len", 8, "--kv-len", 24, "--block-m", 4, "--head", 3
+    )
     assert "head 3 of 4, tiles of 4 x 16" in out
     assert "\n4 ##\n" in out
     code, out, _ = command("q >= kv", "--q-offset", 48, "--q-len", 16, "--kv-len", 64)
@@ -46,7 +48,7 @@ def test_command_prints_text(command):
 
 def test_command_writes_pictures(command, tmp_path):
     for suffix in ("svg", "png", "html", "txt"):
-        code, out, _ = command("mask = causal(); score = alibi()", "-o", f"p.{suffix}")
+        code, out, _ = command("mask = causal(); score = score + alibi()", "-o", f"p.{suffix}")
         assert (code, out) == (0, f"wrote p.{suffix}\n")
         assert (tmp_path / f"p.{suffix}").stat().st_size
     assert 'data-panel="score"' in (tmp_path / "p.svg").read_text()

@@ -21,7 +21,7 @@ param window: int
 param cap: float
 param on: bool
 mask = causal() and q - kv < window and on
-score = softcap(cap)
+score = softcap(score, cap)
 """
 
 
@@ -169,7 +169,7 @@ def test_bools_and_numbers_stay_apart():
 
 def test_0d_tensors_keep_their_meaning():
     q, k, v = _inputs()
-    text = "param cap: float; score = softcap(cap)"
+    text = "param cap: float; score = softcap(score, cap)"
     cap = torch.tensor(3.0, requires_grad=True)
     attention = attndsl.compile(text, cap=cap)
     assert [param.name for param in attention.lowered.program.params] == ["cap"]

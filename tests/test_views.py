@@ -14,8 +14,10 @@ PROGRAMS = {
     "plain": "score",
     "causal": "causal_lower_right()",
     "documents": "tensor doc[batch, kv_len]: int; mask = q >= kv and doc[b, q] == doc[b, kv]",
-    "scores": "mask = score > 0.1; score = softcap(3.0)",
-    "lines": "mask = causal() and kv != 3; score = alibi(); score = where(kv == 1, score, -inf)",
+    "scores": "mask = score > 0.1; score = softcap(score, 3.0)",
+    "lines": (
+        "mask = causal() and kv != 3; score = score + alibi(); score = where(kv == 1, score, -inf)"
+    ),
     "bias": "tensor bias[heads, q_len, kv_len]: float; score = score + bias[h, q, kv]",
     "sink": "tensor logit[heads]: float; mask = causal(); sink = logit[h]",
     "sigmoid": "tensor t[kv_heads]: float; mask = causal(); weights = sigmoid(score * t[hkv])",
@@ -144,7 +146,8 @@ PARTS = [
     "text",
     [
         "causal_lower_right() and kv + h != 5",
-        "param p: float; score = alibi(); mask = causal(); weights = dropout(softmax(score), p)",
+        "param p: float; score = score + alibi(); mask = causal()\n"
+        "weights = dropout(softmax(score), p)",
     ],
 )
 def test_parts_of_calls(text, part, inputs):

@@ -162,7 +162,7 @@ def test_the_command_prints_a_line_for_each_program(command, path):
 
 def test_the_command_goes_on_after_an_error(command, tmp_path):
     (tmp_path / "some.yaml").write_text(
-        'bad: mask = foo\nneeds: "param c: float\\nscore = softcap(c)"\nfine: causal()\n'
+        'bad: mask = foo\nneeds: "param c: float\\nscore = softcap(score, c)"\nfine: causal()\n'
     )
     code, out, err = command("some.yaml")
     assert code == 1

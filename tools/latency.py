@@ -21,19 +21,17 @@ _LONGEST = 1 << 14
 def texts() -> dict[str, tuple[str, list[str]]]:
     """For each case the name of its file, and its text after each change."""
     program = "param window: int = 4096\nmask = causal() and q - kv < window + {0}\nscore = {1}\n"
-    line = "score = softcap(50.0 + {}) - 0.5 * (q - kv)\n"
-    scores = "".join(line.format(n) for n in range(_LONGEST // 48))
+    line = "score = softcap(score, 50.0 + {}) - 0.5 * (q - kv)\n"
+    scores = "".join(line.format(n) for n in range(_LONGEST // 56))
     local = "# Blocks of {0} positions.\nnear_{0} = q - kv < 4 * {0} and q // {0} == kv // {0}\n"
     locals_ = "".join(local.format(n) for n in range(100, 270))
     any_of = " or ".join(f"near_{n}" for n in range(100, 270))
-    entry = (
-        "layer{}:\n  program: |\n    mask = causal() and q - kv < {}\n    score = softcap(50.0)\n"
-    )
+    entry = "layer{}:\n  program: |\n    mask = causal() and q - kv < {}\n    score = tanh(score)\n"
     numbers = range(CHANGES)
     return {
         "a program": (
             "a.attn",
-            [program.format(n, "softcap(50.0)" if n % 2 else "softcapp(5)") for n in numbers],
+            [program.format(n, "tanh(score)" if n % 2 else "tanhh(5)") for n in numbers],
         ),
         "a program of 16,000 characters": (
             "b.attn",

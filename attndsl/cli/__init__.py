@@ -100,11 +100,16 @@ def fmt(
     paths: ProgramPaths,
     check: Annotated[bool, typer.Option("--check", help="Only say what would change.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Only show what would change.")] = False,
+    upgrade: Annotated[
+        bool,
+        typer.Option("--upgrade", help="Rewrite calls of version 0.1, in YAML, TOML and JSON too."),
+    ] = False,
 ) -> None:
     """Format program files in place (stdin: to stdout)."""
     from .formatting import format_files
+    from .upgrading import upgrade_files
 
-    raise typer.Exit(format_files(paths, check, diff))
+    raise typer.Exit((upgrade_files if upgrade else format_files)(paths, check, diff))
 
 
 @app.command()

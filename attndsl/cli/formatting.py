@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl.config import PROGRAM_SUFFIX
 from attndsl.errors import ConfigError, visible
@@ -20,7 +20,9 @@ from .inputs import is_config, read_text
 from .usage import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from attndsl.source import Source
 
 
 def format_files(arguments: Sequence[str], check: bool, diff: bool) -> int:
@@ -48,30 +50,60 @@ def format_files(arguments: Sequence[str], check: bool, diff: bool) -> int:
                 f"{file} is a configuration file, whose own layout 'fmt' does not know",
                 hint="format program files (*.attn); 'attndsl check' reads configurations",
             )
+    sources = ((file, read_text(file)) for file in files)
+    changes = (
+        Change(file, source, format_source(source.text, source.name)) for file, source in sources
+    )
+    return finish(changes, check, diff, ("reformat", "reformatted"))
+
+
+class Change(NamedTuple):
+    """What a file is to hold."""
+
+    file: str
+    source: Source
+    """What it holds."""
+    text: str
+
+
+def finish(changes: Iterable[Change], check: bool, diff: bool, words: tuple[str, str]) -> int:
+    """Write new texts, or with ``check`` or ``diff`` say what is new.
+
+    Args:
+        changes: One of each file, made when the ones before are written.
+        check: Change nothing; name the files that would change.
+        diff: Change nothing; print the changes.
+        words: What is done to a file, and what then has been done.
+
+    Returns:
+        1 if ``check`` or ``diff`` is set and a file would change, else 0.
+
+    Raises:
+        ConfigError: A file cannot be written; it is as it was.
+    """
     changed = 0
-    for file in files:
-        source = read_text(file)
-        formatted = format_source(source.text, source.name)
+    verb, done = words
+    for file, source, text in changes:
         if (file == "-" or not Path(file).is_file()) and not (check or diff):
-            _print_program(formatted, source.name)
+            _print_program(text, source.name)
             continue
-        if formatted == source.text:
+        if text == source.text:
             continue
         changed += 1
         if diff:
             rows = difflib.unified_diff(
                 source.text.splitlines(keepends=True),
-                formatted.splitlines(keepends=True),
+                text.splitlines(keepends=True),
                 source.name,
-                f"{source.name} (formatted)",
+                f"{source.name} ({done})",
             )
             for row in rows:
                 print(visible(row.removesuffix("\n")))
         elif check:
-            print(f"would reformat {visible(source.name)}")
+            print(f"would {verb} {visible(source.name)}")
         else:
-            _replace(file, formatted)
-            print(f"reformatted {visible(source.name)}")
+            _replace(file, text)
+            print(f"{done} {visible(source.name)}")
     return 1 if changed and (check or diff) else 0
 
 

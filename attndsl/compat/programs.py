@@ -31,7 +31,7 @@ mask = first[q] <= kv < end[q]
 mask = start[b] <= kv
 mask = position - kv <= left
 mask = kv - position <= right
-score = softcap(cap)
+score = softcap(score, cap)
 score = score - (slopes[sequence, h] * abs(position - kv) if given(slopes) else 0.0)
 score = score + bias[b, h, q, kv]
 weights = dropout(softmax(score), p)

@@ -337,7 +337,7 @@ def warm_up() -> None:
 
     A full collection would look at all of it again, for about 50 ms, while somebody types.
     """
-    text = "param w: int\nscore = softcap(5.0)\nmask = q - kv < w + 1 + w + 1"  # Needs sympy.
+    text = "param w: int\nscore = tanh(score)\nmask = q - kv < w + 1 + w + 1"  # Needs sympy.
     problems_in(text, f"warm{PROGRAM_SUFFIX}")
     gc.collect()
     gc.freeze()

@@ -28,7 +28,7 @@ __all__ = [
     "read_large_numbers",
     "read_locals",
     "read_mask_span",
-    "read_scored_twice",
+    "read_unscored",
     "read_unused",
     "tensor",
 ]
@@ -82,11 +82,11 @@ def read_unused(text: Source | Tree) -> list[ProgramWarning]:
     return [x for x in unused(tree) if x.span is None or x.span.origin().source.name == name]
 
 
-def read_scored_twice(text: Source | Tree) -> list[ProgramWarning]:
-    """Calls in the text of a program without errors such as ``softcap(score)``."""
-    from .twice import scored_twice
+def read_unscored(text: Source | Tree, program: Program) -> list[ProgramWarning]:
+    """Lines of a text that do not read the score, and replace it in its ``program``."""
+    from .unscored import unscored
 
-    return list(scored_twice(_tree(text)))
+    return list(unscored(_tree(text), {line.span for line in program.lines}))
 
 
 def read_large_numbers(text: Source | Tree) -> list[ProgramWarning]:

@@ -37,6 +37,7 @@ from .declare import (
     unusable,
 )  # fmt: skip
 from .expressions import Inliner, Scope
+from .former import modern
 from .imports import homeless
 from .keywords import refuse_keywords
 from .limits import MAX_ERRORS, MAX_OPTIONAL
@@ -111,9 +112,11 @@ def values_of(tree: s.Tree, declared: Mapping[str, Declared]) -> Values:
 
 class _Checker:
     def __init__(self, tree: s.Tree, declared: Mapping[str, Declared]) -> None:
+        # Calls of version 0.1 are errors, and are read as they are meant.
+        tree, former = modern(tree)
         self.tree = tree
         self.declared = declared
-        self.errors: list[AttnDSLError] = []
+        self.errors: list[AttnDSLError] = [*former]
         self.params: dict[str, ParamDecl] = {}
         self.tensors: dict[str, TensorDecl] = {}
         self.bound_at: dict[str, Span] = {}

@@ -269,9 +269,26 @@ class _Builder:
 
     def _closed(self, inner: Span, bracket: str, back: str = "") -> Span:
         """``inner`` widened to the bracket that closes it (and to the one that opens it)."""
-        end = self.source.text.find(bracket, inner.end)
-        start = self.source.text.rfind(back, 0, inner.start) if back else inner.start
+        end = _next(self.source.text, bracket, inner.end)
+        start = _last(self.source.text, back, inner.start) if back else inner.start
         return Span(self.source, start, end + 1)
+
+
+def _next(text: str, bracket: str, at: int) -> int:
+    """Where ``bracket`` stands first from ``at`` on, outside of comments."""
+    found = text.find(bracket, at)
+    while (comment := text.find("#", at, found)) >= 0:
+        at = text.find("\n", comment)
+        found = text.find(bracket, at)
+    return found
+
+
+def _last(text: str, bracket: str, at: int) -> int:
+    """Where ``bracket`` stands last before ``at``, outside of comments."""
+    found = text.rfind(bracket, 0, at)
+    while (comment := text.find("#", text.rfind("\n", 0, found) + 1, found)) >= 0:
+        found = text.rfind(bracket, 0, comment)
+    return found
 
 
 def _by_name(

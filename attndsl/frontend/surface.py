@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from attndsl.source import Source, Span
 
@@ -134,6 +134,37 @@ def walk(root: Expr) -> Iterator[Expr]:
             stack.append(item.inner)
 
 
+def changed(root: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """``root`` with ``change`` of each expression in its place, operands first."""
+    made: dict[int, Expr] = {}
+    for item in reversed(list(walk(root))):
+        made[id(item)] = change(_with_operands(item, made))
+    return made[id(root)]
+
+
+def _with_operands(item: Expr, made: Mapping[int, Expr]) -> Expr:
+    """``item`` with what its operands have become."""
+
+    def new(*operands: Expr) -> tuple[Expr, ...]:
+        return tuple(made[id(operand)] for operand in operands)
+
+    if isinstance(item, FunctionCall):
+        keywords = tuple(replace(x, value=made[id(x.value)]) for x in item.keywords)
+        return replace(item, args=new(*item.args), keywords=keywords)
+    if isinstance(item, Binary):
+        return replace(item, left=made[id(item.left)], right=made[id(item.right)])
+    if isinstance(item, Compare):
+        return replace(item, operands=new(*item.operands))
+    if isinstance(item, Ternary):
+        condition, yes, no = new(item.condition, item.yes, item.no)
+        return replace(item, condition=condition, yes=yes, no=no)
+    if isinstance(item, Index):
+        return replace(item, indices=new(*item.indices))
+    if isinstance(item, Unary):
+        return replace(item, operand=made[id(item.operand)])
+    return replace(item, inner=made[id(item.inner)]) if isinstance(item, Group) else item
+
+
 def joined_with(name: str, root: Expr) -> tuple[list[Name], list[Expr]]:
     """What ``and`` joins in ``root``: where ``name`` stands alone, and the other operands.
 
@@ -227,6 +258,18 @@ def expressions(statement: Statement) -> tuple[Expr, ...]:
     if isinstance(statement, Tensor):
         return statement.dims
     return (statement.body if isinstance(statement, Define) else statement.value,)
+
+
+def names_in(statement: Statement) -> set[str]:
+    """Names in the expressions of a statement, without the parameters of a function."""
+    own = {x.name for x in statement.parameters} if isinstance(statement, Define) else set()
+    found = {
+        item.name
+        for root in expressions(statement)
+        for item in walk(root)
+        if isinstance(item, Name | Index | FunctionCall)
+    }
+    return found - own
 
 
 def lines_of_locals(statements: Iterable[Statement], targets: Container[str]) -> dict[str, Span]:

@@ -51,7 +51,7 @@ def _reached(tree: s.Tree) -> set[str]:
     readers: dict[str, set[str]] = {}
     results: set[str] = set()
     for statement in tree.statements:
-        read = _read(statement)
+        read = s.names_in(statement)
         if isinstance(statement, s.Bare) or _is_target(statement):
             results |= read
         elif not isinstance(statement, s.Import):
@@ -64,15 +64,3 @@ def _reached(tree: s.Tree) -> set[str]:
             found.add(name)
             ahead += readers.get(name, ())
     return found
-
-
-def _read(statement: s.Statement) -> set[str]:
-    """Names in the expressions of a statement, without the parameters of a function."""
-    own = {x.name for x in statement.parameters} if isinstance(statement, s.Define) else set()
-    found = {
-        item.name
-        for root in s.expressions(statement)
-        for item in s.walk(root)
-        if isinstance(item, s.Name | s.Index | s.FunctionCall)
-    }
-    return found - own

@@ -32,7 +32,7 @@ row = q - q0 if given(q0) else q
 column = kv - k0 if given(k0) else kv
 mask = pad[b, column]
 mask = live[b, h, row, column]
-score = softcap(cap)
+score = softcap(score, cap)
 score = score + bias[b, h, row, column]
 score = score + added[b, h, row, column]
 """

@@ -3,7 +3,8 @@
 The score of a pair that the mask leaves out is never used. So an expression may take what the mask
 says of positions for granted, and a distance comes apart into a row's and a column's part.
 
-Non-goals: facts of params, tensors and the score; facts that follow from several conditions.
+Non-goals: masks of positions, which stay as they are; facts of params, tensors and the score;
+facts that follow from several conditions.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Node, Op, cast, node, substitute, toposort
+from attndsl.ir import DType, Node, Op, cast, node, reads_score, substitute, toposort
 
 from .simplify import simplify
 from .widths import INT64, POSITION_LIMIT, fits
@@ -34,11 +35,12 @@ def with_known_signs(program: Program) -> Program:
 
     Its lines are joined already (:func:`.split_mask.split_mask`).
     """
-    roots = [root for root in (program.score, program.weights, program.mask) if root is not None]
+    mask = program.mask
+    roots = [root for root in (program.score, program.weights) if root is not None]
     sizes = [item for item in toposort(*roots) if item.op is Op.ABS]
-    if not sizes or program.mask is None:
+    if not sizes or mask is None:
         return program
-    facts = list(islice(_facts(program.mask), _MOST_FACTS))
+    facts = list(islice(_facts(mask), _MOST_FACTS))
     known = {item: plain for item in sizes if (plain := _plain(item, facts)) is not None}
     if not known:
         return program
@@ -47,7 +49,8 @@ def with_known_signs(program: Program) -> Program:
             program,
             score=substitute(program.score, known),
             weights=program.weights and substitute(program.weights, known),
-            mask=substitute(program.mask, known),
+            # A mask that reads the score has lines of it in it.
+            mask=substitute(mask, known) if reads_score(mask) else mask,
         )
     )
 
@@ -55,7 +58,7 @@ def with_known_signs(program: Program) -> Program:
 def _facts(mask: Node) -> Iterator[_Sum]:
     """Sums that are not negative for any pair that the mask keeps.
 
-    They have no absolute values themselves, so that these may go from the mask too.
+    They are made without absolute values, which may so go from the mask too.
     """
     stack = [mask]
     seen: set[Node] = set()

@@ -34,9 +34,11 @@ _OF_PRELUDE = {
     "sta2d": "param across: int = 4\nparam tile: int = 4\nmask = sta2d(across, tile, 2, 2)",
     "sta3d": "param across: int = 2\nparam down: int = 4\nparam tile: int = 4\n"
     "mask = sta3d(across, down, tile, 2, 2, 2)",
-    "alibi": "mask = causal()\nscore = alibi()",
-    "softcap": "param cap: float = 50.0\nmask = causal()\nscore = softcap(cap)",
-    "rel_bias": "tensor table[heads, 2 * kv_len]: float\nmask = causal()\nscore = rel_bias(table)",
+    "alibi": "mask = causal()\nscore = score + alibi()",
+    "softcap": "param cap: float = 50.0\nmask = causal()\nscore = softcap(score, cap)",
+    "rel_bias": (
+        "tensor table[heads, 2 * kv_len]: float\nmask = causal()\nscore = score + rel_bias(table)"
+    ),
     "t5_bucket_causal": "param buckets: int = 16\nparam longest: int = 64\n"
     "tensor table[heads, buckets]: float\nmask = causal()\n"
     "score = score + table[h, t5_bucket_causal(q - kv, buckets, longest)]",

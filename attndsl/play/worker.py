@@ -87,7 +87,7 @@ def main() -> None:
 
 def warm_up() -> None:
     """Have everything imported and read that an answer needs: sympy alone takes a second."""
-    text = "param w: int = 4\ntensor t[heads]: float\nscore = softcap(t[h])\n"
+    text = "param w: int = 4\ntensor t[heads]: float\nscore = softcap(score, t[h])\n"
     text += "mask = causal() and q - kv < w + 1 + w + 1"  # A sum that sympy is imported for.
     for kind in Kind:
         answer(Asked(kind, text, view=View(q_len=8, kv_len=8, cost_len=64)))

@@ -28,8 +28,8 @@ import attndsl
 from attndsl.parallel import ContextParallel, Shape
 
 DOCUMENTS = "tensor document[batch, q_len]: int\nmask = document[b, q] == document[b, kv]\n"
-WHOLE = attndsl.compile(DOCUMENTS + "mask = causal()\nscore = alibi()")
-NEAR = attndsl.compile(DOCUMENTS + "mask = causal() and q - kv < 64\nscore = softcap(20.0)")
+WHOLE = attndsl.compile(DOCUMENTS + "mask = causal()\nscore = score + alibi()")
+NEAR = attndsl.compile(DOCUMENTS + "mask = causal() and q - kv < 64\nscore = softcap(score, 20.0)")
 BATCH, HEADS, KV_HEADS, DIM, WIDTH, VOCABULARY = 4, 4, 2, 16, 64, 256
 
 

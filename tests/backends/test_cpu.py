@@ -224,7 +224,7 @@ def test_strides(check, small_tiles, layout):
     q, k, v = (layout(x).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     grad = layout(inputs.grad_out)
     for backend in (BACKEND, ReferenceBackend()):
-        out = Bound("mask = causal(); score = alibi()", backend)(q, k, v)
+        out = Bound("mask = causal(); score = score + alibi()", backend)(q, k, v)
         found = (out, *torch.autograd.grad(out, (q, k, v), grad))
         if backend is BACKEND:
             mine = found
@@ -235,7 +235,7 @@ def test_strides(check, small_tiles, layout):
 GRADCHECKED = {
     "relative": ("mask = q >= kv; score = sin(score) * score + (q - kv)", ""),
     "captures": ("score = tanh(score * g[h]) + t[q - kv + 8] + t[kv]; mask = q >= kv", "gt"),
-    "params": ("score = a * softcap(2.0)", "a"),
+    "params": ("score = a * softcap(score, 2.0)", "a"),
     "sink": ("mask = kv < q; score = score * a; sink = g[h] * g[h] + a", "ga"),
     "sigmoid": ("mask = kv < q; score = a * score; weights = sigmoid(score - g[h]) ** 2 * a", "ga"),
     "dropout": ("score = score * g[h]; weights = dropout(softmax(score), 0.4)", "g"),
@@ -399,7 +399,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("text", ["causal()", "mask = q - kv < 4000; score = alibi()"])
+@pytest.mark.parametrize("text", ["causal()", "mask = q - kv < 4000; score = score + alibi()"])
 def test_memory_is_linear_in_the_length(text):
     """8k x 8k pairs are 256 MiB in fp32; the largest tensor stays with the largest step's."""
     q, k, v = (torch.randn(1, 1, 8192, 8) for _ in range(3))
@@ -494,8 +494,8 @@ def test_few_rows_have_long_spans(rows, heads, widths):
 
 @pytest.mark.parametrize(
     ("text", "spans"),
-    [("causal()", 0), ("mask = causal(); score = softcap(15.0)", 1),
-     ("mask = causal(); score = alibi(); weights = sigmoid(score)", 1)],
+    [("causal()", 0), ("mask = causal(); score = softcap(score, 15.0)", 1),
+     ("mask = causal(); score = score + alibi(); weights = sigmoid(score)", 1)],
 )  # fmt: skip
 def test_forwards_of_few_rows_make_scores_of_long_spans(monkeypatch, text, spans):
     """At once; torch's own attention makes those of plain scores."""

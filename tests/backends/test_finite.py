@@ -292,7 +292,7 @@ def test_in_graphs_of_torch_compile():
 
 
 def test_second_derivatives_go_on():
-    attention = attndsl.compile("mask = causal(); score = softcap(3.0)", checked=True)
+    attention = attndsl.compile("mask = causal(); score = softcap(score, 3.0)", checked=True)
     plain = attndsl.compile(attention.text, backend="reference")
     found = []
     for each in (attention, plain):

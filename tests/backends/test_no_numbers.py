@@ -7,7 +7,7 @@ import torch
 
 import attndsl
 
-TEXTS = ("score", "causal()", "kv < 9", "score = softcap(9.0)")
+TEXTS = ("score", "causal()", "kv < 9", "score = softcap(score, 9.0)")
 
 
 def operands(what: str, rows: int, keys: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from attndsl.errors import (
 )
 
 SUNK = "tensor t[heads]: float; param a: float; mask = causal() and q - kv < 15"
-SUNK += "; score = softcap(3.0) + a * (q - kv); sink = t[h]"
+SUNK += "; score = softcap(score, 3.0) + a * (q - kv); sink = t[h]"
 LEARNED = "tensor t[heads]: float; tensor r[n]: float; tensor c[n]: float; mask = causal()"
 LEARNED += "; score = t[h] * score + r[q] - c[kv]"
 FP32 = {"out_dtype": torch.float32}
@@ -159,7 +159,8 @@ def test_gradients_of_an_output_in_fp32(place):
 
 
 def test_derivatives_of_an_output_in_fp32(kernels):
-    attention = attndsl.compile("mask = causal(); score = softcap(3.0)", backend=kernels.backend)
+    text = "mask = causal(); score = softcap(score, 3.0)"
+    attention = attndsl.compile(text, backend=kernels.backend)
     operands = [x[:1, :1, :9] for x in operands_of(kernels.device, torch.bfloat16)]
     tensors = tuple(x.detach() for x in operands)
     moved = tuple(torch.randn_like(x) for x in tensors)

@@ -32,7 +32,7 @@ def _captured(function):
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
-@pytest.mark.parametrize("text", ["score", "mask = causal()\nscore = softcap(20.0)"])
+@pytest.mark.parametrize("text", ["score", "mask = causal()\nscore = softcap(score, 20.0)"])
 def test_a_forward_is_replayed(backend, text):
     attention, (q, k, v) = attndsl.compile(text, backend=backend), _inputs()
     found, graph = _captured(lambda: attention(q, k, v, return_lse=True))
@@ -45,7 +45,7 @@ def test_a_forward_is_replayed(backend, text):
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
-@pytest.mark.parametrize("text", ["score", "mask = causal()\nscore = softcap(20.0)"])
+@pytest.mark.parametrize("text", ["score", "mask = causal()\nscore = softcap(score, 20.0)"])
 def test_a_backward_is_replayed(backend, text):
     attention, inputs = attndsl.compile(text, backend=backend), _inputs(requires_grad=True)
     grad_out = torch.randn_like(inputs[0])

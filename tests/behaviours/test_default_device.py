@@ -21,7 +21,7 @@ param window: int = 5
 tensor slope[heads]: float
 tensor doc[batch, kv_len]: int
 mask = causal() and (q - kv < window or kv < 2) and doc[b, q] == doc[b, kv]
-score = softcap(20.0) - exp(slope[h]) * (q - kv)
+score = softcap(score, 20.0) - exp(slope[h]) * (q - kv)
 """
 
 

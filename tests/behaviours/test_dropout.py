@@ -19,7 +19,7 @@ PROGRAMS = {
     "causal": "mask = q >= kv; weights = dropout(softmax(score), 0.1)",
     "at run time": "param p: float; mask = q >= kv; weights = dropout(softmax(score), p * 2)",
     "score and sink": (
-        "tensor s[heads]: float; score = softcap(5.0); sink = s[h];"
+        "tensor s[heads]: float; score = softcap(score, 5.0); sink = s[h];"
         "weights = dropout(softmax(score), 0.5)"
     ),
 }

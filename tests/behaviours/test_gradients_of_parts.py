@@ -10,7 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import attndsl
 
 BACKENDS = ("reference", "cpu")
-HALF = "tensor s[heads]: float\nmask = causal_lower_right(); score = softcap(3.0) + s[h] * (q - kv)"
+HALF = (
+    "tensor s[heads]: float\n"
+    "mask = causal_lower_right(); score = softcap(score, 3.0) + s[h] * (q - kv)"
+)
 
 
 def _sized(sizes, cut):

@@ -9,7 +9,7 @@ import attndsl
 
 PROGRAMS = {
     "capped": (
-        "score = where(q >= kv, score, -inf); score = softcap(5.0)",
+        "score = where(q >= kv, score, -inf); score = softcap(score, 5.0)",
         lambda s, e: (5 * torch.tanh(s / 5), e.q >= e.kv),
     ),
     "added": (

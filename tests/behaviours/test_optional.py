@@ -26,7 +26,7 @@ FEATURES = {
     "window": ("param window: int", "mask = q - kv < window"),
     "pad": ("tensor pad[batch, kv_len]: bool", "mask = pad[b, kv]"),
     "doc": ("tensor doc[batch, kv_len]: int", "mask = doc[b, q] == doc[b, kv]"),
-    "cap": ("param cap: float", "score = softcap(cap)"),
+    "cap": ("param cap: float", "score = softcap(score, cap)"),
     "logit": ("tensor logit[heads]: float", "sink = logit[h]"),
     "p": ("param p: float", "weights = dropout(softmax(score), p)"),
 }
@@ -162,7 +162,7 @@ def test_a_call_leaves_a_name_out_or_gives_none_or_changes_from_call_to_call() -
     one = attndsl.compile(ONE_TEXT)
     q, k, v = operands()
     plain = attndsl.compile("causal()")(q, k, v)
-    capped = attndsl.compile("mask = causal()\nscore = softcap(2.0)")(q, k, v)
+    capped = attndsl.compile("mask = causal()\nscore = softcap(score, 2.0)")(q, k, v)
     for _ in range(2):
         assert torch.equal(one(q, k, v), plain)
         assert torch.equal(one(q, k, v, pad=None, captures={"cap": None}), plain)
@@ -171,9 +171,9 @@ def test_a_call_leaves_a_name_out_or_gives_none_or_changes_from_call_to_call() -
 
 def test_what_compile_gives_stays_or_is_left_out() -> None:
     q, k, v = operands()
-    text = "param cap: float = none\nmask = causal()\nscore = softcap(cap)"
+    text = "param cap: float = none\nmask = causal()\nscore = softcap(score, cap)"
     plain, capped = (
-        attndsl.compile(x) for x in ("causal()", "mask = causal()\nscore = softcap(2.0)")
+        attndsl.compile(x) for x in ("causal()", "mask = causal()\nscore = softcap(score, 2.0)")
     )
     bound, gone = attndsl.compile(text, cap=2.0), attndsl.compile(text, cap=None)
     assert bound.lowered.digest == capped.lowered.digest
@@ -258,8 +258,8 @@ def test_all_that_looks_at_a_program_leaves_out_the_same() -> None:
 
 def test_copies_and_joined_programs_may_leave_out_too() -> None:
     q, k, v = operands()
-    text = "param cap: float = none\nscore = softcap(cap)"
-    own = attndsl.compile("mask = causal()\nscore = softcap(2.0)")
+    text = "param cap: float = none\nscore = softcap(score, cap)"
+    own = attndsl.compile("mask = causal()\nscore = softcap(score, 2.0)")
     joined = attndsl.join("causal()", text)
     for one in (joined, pickle.loads(pickle.dumps(joined)), attndsl.compile(joined.text)):
         assert torch.equal(one(q, k, v), attndsl.compile("causal()")(q, k, v))
@@ -271,8 +271,9 @@ def test_copies_and_joined_programs_may_leave_out_too() -> None:
 
 
 def test_configurations_leave_out_with_null(tmp_path: Path) -> None:
-    text = "param cap: float = none; param w: int = none; score = softcap(cap); mask = q - kv < w"
-    whole, left = attndsl.compile(text), attndsl.compile("score = softcap(2.0)")
+    text = "param cap: float = none; param w: int = none; mask = q - kv < w"
+    text += "; score = softcap(score, cap)"
+    whole, left = attndsl.compile(text), attndsl.compile("score = softcap(score, 2.0)")
     for name, written in {
         "a.yaml": f"m: {{program: '{text}', params: {{cap: 2.0, w: null}}}}",
         "b.yaml": f"m: {{program: '{text}', params: {{cap: 2.0, w: ~}}}}",

@@ -108,7 +108,7 @@ def test_fp8_pages(kind, most):
     cache = empty_cache(FP8, scales_of(kind))
     fill(cache, k, v, STEPS[1])
     q, starts = query(torch.bfloat16)
-    attention = attndsl.compile("mask = causal(); score = softcap(2.0) + alibi()")
+    attention = attndsl.compile("mask = causal(); score = softcap(score, 2.0) + (score + alibi())")
     found = attention.serve(q, cache, starts, most_queries=most, out_dtype=torch.float32)
     assert attention.serve(q, cache, starts).dtype is torch.bfloat16
     for b, count in enumerate((3, 1, 2)):

@@ -180,7 +180,7 @@ def test_gradients_of_given_results(backend, name):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keys_in_parts_of_some_heads_put_together(backend):
     torch.manual_seed(0)
-    text = "tensor s[heads]: float\nmask = causal_lower_right(); score = alibi()\n"
+    text = "tensor s[heads]: float\nmask = causal_lower_right(); score = score + alibi()\n"
     attention = attndsl.compile(f"{text}sink = s[h] + 0.1 * h - 0.01 * kv_len", backend=backend)
     q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64) for n in (24, 40, 40))
     s = torch.randn(4, dtype=torch.float64, requires_grad=True)

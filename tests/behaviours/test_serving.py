@@ -13,8 +13,8 @@ LENGTHS, COUNTS = (7, 1, 13, 5, 9, 2), (1, 1, 6, 0, 3, 2)
 PROGRAMS = {
     "causal": "causal()",
     "all": "score * 1.5",
-    "window": "mask = causal_lower_right() and (q - kv < 5 or kv < 2); score = softcap(9.0)",
-    "sizes": "mask = causal(); score = alibi() + kv_len / 7 - q_len / 9 + 0.1 * b / batch",
+    "window": "mask = causal_lower_right() and (q - kv < 5 or kv < 2); score = softcap(score, 9.0)",
+    "sizes": "mask = causal(); score = score + alibi() + kv_len / 7 - q_len / 9 + 0.1 * b / batch",
     "sigmoid": "mask = causal(); weights = sigmoid(score - log(float(kv_len)))",
     "none": "q - kv < -100",
     "heads": "mask = causal() and q - kv < 3 * (h + 1); score = score + hkv / kv_heads",
@@ -193,7 +193,8 @@ def test_layouts_of_engines_are_strides():
 
 def test_a_part_of_the_heads():
     text = (
-        "tensor gain[heads]: float\nmask = causal() and q - kv < 4 + h; score = gain[h] * alibi()"
+        "tensor gain[heads]: float\nmask = causal() and q - kv < 4 + h\n"
+        "score = gain[h] * (score + alibi())"
     )
     attention = attndsl.compile(text)
     step = make_step(LENGTHS, COUNTS)
@@ -209,7 +210,7 @@ def test_a_part_of_the_heads():
 
 
 def test_chunks_of_a_prompt_are_the_prompt():
-    attention = attndsl.compile("mask = causal() and q - kv < 7; score = softcap(5.0)")
+    attention = attndsl.compile("mask = causal() and q - kv < 7; score = softcap(score, 5.0)")
     step = make_step((12,), (12,), Shape(spare=0))
     whole = attention.serve(step.q, step.cache, step.starts)
     c, begin = step.cache, 0

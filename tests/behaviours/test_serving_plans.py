@@ -13,7 +13,7 @@ from attndsl.runtime.paged import PagedCache
 from attndsl.serving import Serving
 
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
-WINDOW = "mask = causal() and q - kv < 25; score = alibi() + kv_len / 7"
+WINDOW = "mask = causal() and q - kv < 25; score = score + alibi() + kv_len / 7"
 BACKENDS = ("auto", "decode")
 
 

@@ -10,7 +10,7 @@ import attndsl
 PROGRAMS = {
     "sigmoid": "weights = sigmoid(score - 2)",
     "causal": "mask = q >= kv; weights = sigmoid(score)",
-    "squared": "mask = causal(); score = softcap(3.0); weights = relu(score) * relu(score)",
+    "squared": "mask = causal(); score = softcap(score, 3.0); weights = relu(score) * relu(score)",
     "linear": "mask = q >= kv; weights = score / kv_len",
     "learned score": (
         "tensor s[heads]: float; param a: float; mask = kv < q - 5; score = s[h] * score + a;"

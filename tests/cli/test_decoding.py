@@ -9,7 +9,7 @@ import pytest
 TEXT = """
 tensor logit[heads]: float
 mask = causal() and (q - kv < 16 or kv < 2)
-score = alibi()
+score = score + alibi()
 sink = logit[h]
 """
 

@@ -113,7 +113,7 @@ def test_tiles_that_are_left_out_are_not_counted(text):
 
 
 def test_full_masks_are_counted_as_torch_counts_attention():
-    for text in ("score", "mask = q + kv >= 0; score = softcap(5.0)"):
+    for text in ("score", "mask = q + kv >= 0; score = softcap(score, 5.0)"):
         assert _forward_and_backward(attndsl.compile(text)) == _dense(LONG)
 
 

@@ -40,7 +40,7 @@ def test_compile_within_a_graph(graphs):
     check(graphs, lambda q: attndsl.compile("causal()")(q, q, q))
     check(graphs, lambda q: attndsl.compile("q - kv < w", w=8, name="near")(q, q, q))
     check(graphs, lambda q: attndsl.compile("q - kv < w", params={"w": 8})(q, q, q))
-    text = "tensor gain[heads]: float\nparam c: float = none\nscore = softcap(c)\n"
+    text = "tensor gain[heads]: float\nparam c: float = none\nscore = softcap(score, c)\n"
     text += "score = score * gain[h]"
     check(
         graphs,

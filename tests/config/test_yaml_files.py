@@ -12,7 +12,7 @@ ALIASES = """
 base: &base {window: 16, cap: 5.0}
 text: &text |
   mask = causal() and q - kv < window
-  score = softcap(cap)
+  score = softcap(score, cap)
 near: &near {program: *text, params: *base, description: near rows}
 attention:
   first: *near
@@ -43,7 +43,7 @@ def _params(entry):
 
 def test_aliases_stand_for_what_they_name(read, tmp_path):
     found = read(ALIASES, "attention")
-    text = "mask = causal() and q - kv < window\nscore = softcap(cap)\n"
+    text = "mask = causal() and q - kv < window\nscore = softcap(score, cap)\n"
     assert all(entry.text == text for entry in found.values())
     assert {name: _params(entry) for name, entry in found.items()} == {
         "first": {"window": 16, "cap": 5.0},

@@ -27,7 +27,7 @@ tensor doc[batch, n]: int
 def twice(x) = x * 2.0
 distance = q - kv
 mask = causal() and distance < window and doc[b, q] == doc[b, kv]
-score = softcap(50.0) * gain[h]
+score = softcap(score, 50.0) * gain[h]
 score = where(q > kv, twice(score), -inf)
 late = score * 2.0
 weights = sigmoid(score) + n
@@ -81,7 +81,8 @@ def test_a_line_reads_the_score_before_it():
     written = note("[h]\nscore")
     assert "`q`" not in read
     assert written.startswith("```attn\nscore")
-    first = note("softcap(cap) + score", "param cap: float = 1.0\nscore = softcap(cap) + score")
+    text = "param cap: float = 1.0\nscore = softcap(score, cap) + score"
+    first = note("softcap(score, cap) + score", text)
     assert "Here" not in first
 
 
@@ -223,8 +224,8 @@ def laid_out(text, path):
     return text
 
 
-BLOCK = "a:\n  program: {}\n    mask=q>=kv # x\n\n\n    score=softcap( 5.0 )\n{}  params: {{}}\n"
-LAID = "a:\n  program: {}\n    mask = q >= kv  # x\n\n    score = softcap(5.0)\n{}  params: {{}}\n"
+BLOCK = "a:\n  program: {}\n    mask=q>=kv # x\n\n\n    score=tanh( score )\n{}  params: {{}}\n"
+LAID = "a:\n  program: {}\n    mask = q >= kv  # x\n\n    score = tanh(score)\n{}  params: {{}}\n"
 
 
 @pytest.mark.parametrize(

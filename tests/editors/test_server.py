@@ -22,7 +22,7 @@ param window: int = 4
 tensor doc[batch, kv_len]: int
 def near(x, y) = abs(x - y) < window
 mask = causal() and near(q, kv) and doc[b, q] == doc[b, kv]
-score = softcap(50.0)
+score = softcap(score, 50.0)
 """
 CONFIG = """\
 seed: 3
@@ -184,8 +184,8 @@ def test_layout(editor, tmp_path):
     assert laid("b.attn", "mask=q>=kv", "attn") == "mask = q >= kv\n"
     assert laid("c.attn", "mask = = q", "attn") == "mask = = q"
     text = "a:\n  program: |\n    mask={}  # é🙂\n    score={}\n  params: {{}}\nb:  q>=kv\n"
-    written = text.format("q>=kv", "softcap( 5.0 )")
-    wanted = text.replace("=", " = ").replace("> = kv", ">=kv").format("q >= kv", "softcap(5.0)")
+    written = text.format("q>=kv", "tanh( score )")
+    wanted = text.replace("=", " = ").replace("> = kv", ">=kv").format("q >= kv", "tanh(score)")
     assert laid("d.yaml", written, "yaml") == wanted
 
 
@@ -253,7 +253,7 @@ HOSTILE_YAML = {
     + ", ".join(f'a{n}: "q + 🙂; q + é; x = y z; q + é; é + é; q + kvv"' for n in range(900))
     + "}",
     "slow": "".join(
-        f"s{i}:\n  program: |\n    " + f"score = softcap({i}.5) + alibi()\n    " * 400 + "\n"
+        f"s{i}:\n  program: |\n    " + f"score = softcap(score, {i}.5) + alibi()\n    " * 400 + "\n"
         for i in range(15)
     ),
 }

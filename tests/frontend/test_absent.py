@@ -61,8 +61,11 @@ def without_all(line: str) -> str:
         ("score = t[h] - g[h] - score", "score = -g[h] - score"),
         ("score = score * t[h]", ""),
         ("score = 2 * score / c", "score = 2 * score"),
-        ("score = softcap(c)", ""),
-        ("score = 2 * score\nscore = softcap(c) + g[h]", "score = 2 * score\nscore = score + g[h]"),
+        ("score = softcap(score, c)", ""),
+        (
+            "score = 2 * score\nscore = softcap(score, c) + g[h]",
+            "score = 2 * score\nscore = score + g[h]",
+        ),
         ("score = c * (q - kv) + c * tanh(score / c)", ""),
         ("score = max(score, c)", ""),
         ("score = clamp(score, -c, c)", ""),

@@ -284,10 +284,10 @@ def test_prelude_masks(text: str, live: object) -> None:
 
 def test_alibi_softcap_and_relative_bias() -> None:
     environment = Environment({"score": 2.0, "q": 9, "kv": 4, "h": 1, "heads": 8, "kv_len": 16})
-    assert evaluate(program("score = alibi()").score, environment) == 2.0 - 2.0**-2 * 5
-    capped = program("score = softcap(30.0)").score
+    assert evaluate(program("score = score + alibi()").score, environment) == 2.0 - 2.0**-2 * 5
+    capped = program("score = softcap(score, 30.0)").score
     assert evaluate(capped, environment) == pytest.approx(1.997, abs=1e-3)
-    biased = program("tensor t[heads, 2 * kv_len]: float\nscore = rel_bias(t)").score
+    biased = program("tensor t[heads, 2 * kv_len]: float\nscore = score + rel_bias(t)").score
     table = Environment(environment.names, lambda name, index: float(index[1]))
     assert evaluate(biased, table) == 2.0 + 21
 

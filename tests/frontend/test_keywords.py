@@ -28,7 +28,10 @@ OWN = "def near(x, y, reach) = abs(x - y) <= reach\n"
             "tensor t[batch, kv_len]: int\ndocument_causal(ids=t)",
             "tensor t[batch, kv_len]: int\ndocument_causal(t)",
         ),
-        ("score = softcap(\n    c=-3 if h == 0 else 2,\n)", "score = softcap(-3 if h == 0 else 2)"),
+        (
+            "score = softcap(\n    score,\n    c=-3 if h == 0 else 2,\n)",
+            "score = softcap(score, -3 if h == 0 else 2)",
+        ),
     ],
 )
 def test_names_say_what_places_say(named, placed):
@@ -47,6 +50,7 @@ def test_any_order_of_names_is_that_of_the_parameters(function, data):
     head = f"tensor t[{dims}]: int\n"
     named = [values[p] for p in parameters[:first]] + [f"{p}={values[p]}" for p in rest]
     placed = [values[p] for p in parameters]
+    head += "score + " * (function in ("alibi", "rel_bias"))  # A bias is no score.
     texts = [f"{head}{function}({', '.join(args)})" for args in (named, placed)]
     found = [read(Source(text), {}) for text in texts]
     assert found[0] == found[1]

@@ -30,8 +30,8 @@ DOC = "tensor doc[batch, kv_len]: int\n"
         # Masks of score lines stand beside them.
         (
             "mask = kv < 9\nscore = where(causal(), score, -inf)\nmask = score > 0\n"
-            "score = softcap(3.0)",
-            "mask = kv < 9 and score > 0 and causal()\nscore = softcap(3.0)",
+            "score = softcap(score, 3.0)",
+            "mask = kv < 9 and score > 0 and causal()\nscore = softcap(score, 3.0)",
         ),
     ],
 )

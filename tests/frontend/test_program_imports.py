@@ -92,14 +92,14 @@ def test_a_compiled_program_has_the_whole_text_and_no_path(folder):
 
 def test_configurations_import_beside_themselves(folder):
     write(PARTS)
-    lines = '  program: |\n    import "main.attn"\n    score = softcap(cap)\n'
-    entries = {"local": 'import "main.attn"; score = softcap(5.0)'}
+    lines = '  program: |\n    import "main.attn"\n    score = softcap(score, cap)\n'
+    entries = {"local": 'import "main.attn"; score = softcap(score, 5.0)'}
     write({"model.yaml": f"local:\n{lines}  params: {{cap: 5.0}}\n"})
     write({"model.json": json.dumps(entries)})
     digests = {
         attndsl.load(folder / f"model.{kind}")["local"].lowered.digest for kind in ("yaml", "json")
     }
-    assert digests == {attndsl.compile(f"{WHOLE}\nscore = softcap(5.0)").lowered.digest}
+    assert digests == {attndsl.compile(f"{WHOLE}\nscore = softcap(score, 5.0)").lowered.digest}
 
 
 def test_every_stage_and_the_formatter_take_imports(folder):

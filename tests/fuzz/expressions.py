@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from .operations import OPERATIONS, PROMOTE, Form, operation
-from .prelude import MASKS, SCORES
+from .prelude import ALIBI, MASKS, SOFTCAP
 from .program import (
     Apply,
     Dot,
@@ -480,7 +480,9 @@ class Expressions:
         )  # fmt: skip
 
     def prelude_score(self) -> Expr:
-        """A call of a function of the prelude that gives a score."""
-        function = self.rng.choice(SCORES)
-        return Invoke(function, tuple(Literal(self.rng.choice((2.0, 5, 20.0)))
-                                      for _ in function.parameters))  # fmt: skip
+        """The score with a bias of the prelude, or a score that the prelude limits."""
+        if self.rng.choice((ALIBI, SOFTCAP)) is ALIBI:
+            return apply("+", SCORE, Invoke(ALIBI, ()))
+        above = apply("+", SCORE, Literal(0.5))
+        limited, limit = self.rng.choice(((SCORE, 2.0), (above, 5), (SCORE, 20.0)))
+        return Invoke(SOFTCAP, (limited, Literal(limit)))

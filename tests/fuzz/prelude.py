@@ -9,8 +9,7 @@ INT, FLOAT, BOOL = Kind.INT, Kind.FLOAT, Kind.BOOL
 _Q, _KV, _H, _HEADS, _Q_LEN, _KV_LEN = (
     Name(name, INT) for name in ("q", "kv", "h", "heads", "q_len", "kv_len")
 )
-_N, _W, _C = Name("n", INT), Name("w", INT), Name("c", FLOAT)
-_SCORE = Name("score", FLOAT)
+_N, _W, _C, _X = Name("n", INT), Name("w", INT), Name("c", FLOAT), Name("x", FLOAT)
 
 
 def _of(word: str, *args: Expr) -> Apply:
@@ -51,8 +50,8 @@ MASKS = (
 _SLOPE = _of(
     "exp2", _of("/", _of("*", Literal(-8.0), _float(_of("+", _H, Literal(1)))), _float(_HEADS))
 )
-SCORES = (
-    Function("alibi", (), _of("-", _SCORE, _of("*", _SLOPE, _float(_of("-", _Q, _KV)))), True),
-    Function("softcap", (_C,), _of("*", _C, _of("tanh", _of("/", _SCORE, _C))), True),
-)
-"""Scores of at most one float."""
+_DISTANCE = _of("abs", _of("-", _Q, _KV))
+ALIBI = Function("alibi", (), _of("-", _of("*", _SLOPE, _float(_DISTANCE))), True)
+"""A bias."""
+SOFTCAP = Function("softcap", (_X, _C), _of("*", _C, _of("tanh", _of("/", _X, _C))), True)
+"""A float and its limit, which is a float too."""

@@ -80,7 +80,7 @@ class TestModel:
         assert near != pytest.approx(plain, abs=1e-5)
 
     def test_the_log_sum_exp_goes_to_the_epilogue(self):
-        module = self.attention.Config(program="score = alibi()", heads=2).build()
+        module = self.attention.Config(program="score = score + alibi()", heads=2).build()
         x = torch.randn(1, 8, 2, 4)
         masks = self.common.create_varlen_metadata_for_document(torch.arange(8)[None])
         out = module(x, x, x, attention_masks=masks, out_transform=lambda out, lse: (out, lse))
@@ -140,7 +140,10 @@ class TestModel:
 
     @pytest.mark.parametrize(
         ("program", "match"),
-        [("score = alibi()", "reads heads"), ("param w: int\nmask = q - kv < w", "captures w")],
+        [
+            ("score = score + alibi()", "reads heads"),
+            ("param w: int\nmask = q - kv < w", "captures w"),
+        ],
     )
     def test_what_a_configuration_refuses(self, program, match):
         with pytest.raises(errors.ArgumentError, match=match) as caught:

@@ -112,7 +112,7 @@ def mesh():
 @pytest.mark.parametrize(
     ("program", "epilogue"),
     [
-        ("score = softcap(5.0)", None),
+        ("score = softcap(score, 5.0)", None),
         ("q - kv < 9", lambda out, lse: out * torch.sigmoid(lse).unsqueeze(-1)),
         ("weights = sigmoid(score)", None),
     ],

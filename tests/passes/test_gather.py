@@ -62,7 +62,7 @@ def test_params_are_numbered_in_order_of_use():
 @pytest.mark.parametrize("variable", ["q", "kv"])
 def test_what_kernels_give_expressions_is_no_part_of_a_lookup(variable):
     """ALiBi counts from a place that only the score's own function is given."""
-    text = f"tensor t[heads, kv_len]: float; score = alibi(); score = score + t[h, {variable}]"
+    text = f"tensor t[heads, kv_len]: float; score = score + alibi() + t[h, {variable}]"
     placed = lower(Source(text), {}).placed
     found = lookups((placed.row, placed.column), variable)
     assert [part.op for part in found] == [Op.LOAD]

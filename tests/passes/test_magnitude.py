@@ -13,7 +13,7 @@ from attndsl.pipeline import lower
 from attndsl.source import Source
 
 BOUNDED = {
-    "score = softcap(20.0)": 20.0,
+    "score = softcap(score, 20.0)": 20.0,
     "score = 5 * tanh(score * 3) - 2": 7.0,
     "score = clamp(score, -3, 8)": 8.0,
     "score = min(max(score, -9.0), 4)": 9.0,

@@ -91,14 +91,14 @@ def test_parts_add_up(score, q, kv, origin):
 
 SLOPE = "exp2(-8.0 * float(h + 1) / float(heads))"
 CASES = {
-    "mask = causal(); score = alibi()": (
+    "mask = causal(); score = score + alibi()": (
         "score", f"-({SLOPE} * float(q - $origin))", f"{SLOPE} * $away",
     ),
     "tensor bias[heads, kv_len]: float; score = score + bias[h, kv]": (
         "score", None, "bias[h, kv]",
     ),
     "tensor off[heads]: float; score = 2 * score - off[h]": ("score", "-off[h]", None),
-    "score = softcap(50.0)": ("tanh(score)", None, None),
+    "score = softcap(score, 50.0)": ("tanh(score)", None, None),
     "score = score - 0.1 * abs(q - kv)": ("score - 0.1 * float(abs(q - kv))", None, None),
     "score = score + 0.5 * (q // 2 - kv // 2)": (
         "score + 0.5 * float(q // 2 - kv // 2)", None, None,
@@ -120,7 +120,7 @@ def test_what_comes_apart(text):
 @pytest.mark.parametrize(
     ("text", "steepness"),
     [
-        ("mask = causal(); score = alibi()", f"{SLOPE} * 1.0"),
+        ("mask = causal(); score = score + alibi()", f"{SLOPE} * 1.0"),
         ("score = score + 0.25 * (q + kv)", "0.25 * 1.0"),
         ("tensor bias[kv_len]: float; score = score + bias[kv]", None),
         ("tensor bias[kv_len]: float; score = score + bias[kv] - 0.5 * (q - kv)", None),
@@ -133,7 +133,9 @@ def test_steepness_of_columns(text, steepness):
 
 
 FACTORS = {
-    "score = softcap(50.0)": ("tanh(score)", "1.0 / 50.0", 50.0, "1.0 - tanh(score) * tanh(score)"),
+    "score = softcap(score, 50.0)": (
+        "tanh(score)", "1.0 / 50.0", 50.0, "1.0 - tanh(score) * tanh(score)",
+    ),
     "tensor gain[heads]: float; score = gain[h] * score": ("score", "gain[h]", 1.0, "gain[h]"),
     "score = 3 * score": ("score", None, 3.0, "3.0"),
     "score = -3 * score": ("score", "-3.0", 1.0, "-3.0"),

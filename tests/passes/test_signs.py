@@ -77,10 +77,22 @@ def test_params_and_tensors_may_wrap() -> None:
         assert "abs" in score_of(text)
 
 
-def test_weights_and_masks_too() -> None:
-    text = "mask = q >= kv and abs(q - kv) < 9; weights = sigmoid(score) / (1 + abs(q - kv))"
-    plain = "mask = q >= kv and q - kv < 9; weights = sigmoid(score) / (1 + (q - kv))"
+def test_weights_too() -> None:
+    text = "mask = q >= kv; weights = sigmoid(score) / (1 + abs(q - kv))"
+    plain = text.replace("abs(q - kv)", "(q - kv)")
     assert lower(Source(text), {}).digest == lower(Source(plain), {}).digest
+
+
+def test_masks_that_read_the_score() -> None:
+    text = "mask = q >= kv; score = score - abs(q - kv); mask = score > -9.0"
+    plain = text.replace("abs(q - kv)", "(q - kv)")
+    assert lower(Source(text), {}).digest == lower(Source(plain), {}).digest
+
+
+def test_a_mask_of_positions_stays() -> None:
+    program = lower(Source("mask = q >= kv and abs(q - kv) < 9"), {}).program
+    assert program.mask is not None
+    assert print_expression(program.mask) == "kv <= q and abs(q - kv) < 9"
 
 
 def test_parts_of_rows_and_columns() -> None:

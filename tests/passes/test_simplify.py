@@ -113,7 +113,8 @@ def test_simple_programs_do_not_import_sympy() -> None:
     script = (
         "import sys\n"
         "from attndsl.pipeline import lower\nfrom attndsl.source import Source\n"
-        "for t in ('causal() and q - kv < 9', 'alibi()', 'softcap(30)', 'natten2d(8, 8, 3, 3)',"
+        "for t in ('causal() and q - kv < 9', 'score + alibi()', 'softcap(score, 30)',"
+        " 'natten2d(8, 8, 3, 3)',"
         " 'tensor d[batch, kv_len]: int; d[b, q] == d[b, kv]'):\n"
         "    lower(Source(t), {})\n"
         "assert 'sympy' not in sys.modules\nassert 'torch' not in sys.modules\n"

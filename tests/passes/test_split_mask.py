@@ -50,7 +50,7 @@ def _pairs(program: Program) -> dict[tuple[int, int], float]:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (CAUSAL + "score = softcap(5.0)", 5 * math.tanh(SCORE / 5)),
+        (CAUSAL + "score = softcap(score, 5.0)", 5 * math.tanh(SCORE / 5)),
         (CAUSAL + "score = max(score, -1.0)", -1.0),
         (CAUSAL + "score = where(score < 0, 0.1 * score, score)", 0.1 * SCORE),
         (CAUSAL + "score = where(score < 0, 2.0, 1.0)", 2.0),
@@ -133,7 +133,7 @@ def test_masks_read_the_score_at_their_own_line():
 
 def test_own_weights_have_the_same_masks():
     for weights in ("sigmoid(score)", "score", "softplus(score)"):
-        program = _split(CAUSAL + f"score = softcap(5.0)\nweights = {weights}")
+        program = _split(CAUSAL + f"score = softcap(score, 5.0)\nweights = {weights}")
         assert program.mask is _split("mask = q >= kv").mask
     kept = _split("weights = sigmoid(where(q >= kv, score, -inf))")
     assert evaluate(kept.weights, Environment({"q": 0, "kv": 1, "score": 1.0})) == 0
@@ -227,7 +227,7 @@ def test_what_is_kept_for_later_lines_changes_nothing():
 @pytest.mark.parametrize(
     "line",
     [
-        "score = softcap({0}.0) - 0.5 * (q - kv)\n",
+        "score = softcap(score, {0}.0) - 0.5 * (q - kv)\n",
         "score = where(q - kv < {0}, score * 1.5, -inf)\n",
         "s{0} = score\nscore = score * 0.9 + 0.1 * s0 + 0.2 * s{1}\n",
     ],

@@ -58,7 +58,8 @@ def test_what_nobody_gives_is_made_up_and_said():
 
 
 def test_a_param_that_may_be_absent_is_left_out_by_none():
-    text = "param cap: float = none\nparam w: int = none\nmask = q - kv < w\nscore = softcap(cap)"
+    text = "param cap: float = none\nparam w: int = none\nmask = q - kv < w\n"
+    text += "score = softcap(score, cap)"
     found = ask("picture", text, params={"cap": "none", "w": "5"}).result
     assert found.svg == str(attndsl.compile(text).plot(q_len=64, kv_len=64, heads=4, w=5))
     assert [(p.name, p.value, p.optional) for p in found.params] == [
@@ -73,7 +74,7 @@ def test_a_param_that_may_be_absent_is_left_out_by_none():
     assert "tanh" in kernels[1]
     details = ask("details", text, params={"w": "none"}).result
     assert details.cost_problem is None
-    assert details.cost == ask("details", "score = softcap(5.0)").result.cost
+    assert details.cost == ask("details", "score = softcap(score, 5.0)").result.cost
     wrong = ask("picture", text.replace("int = none", "int"), params={"w": "none"})
     assert wrong.problems == ()  # A required one has a made-up value then.
 

@@ -82,7 +82,7 @@ def test_typing_changes_the_picture_and_all_that_follows(page):
     assert "d score / d score = 1.0" in text_of(browser, "derivative")
     assert "forward: for q tile i" in text_of(browser, "loops")
     assert "work of dense attention" in text_of(browser, "cost")
-    browser.type("#text", "\nscore = softcap(5.0)")
+    browser.type("#text", "\nscore = softcap(score, 5.0)")
     browser.wait("return document.getElementById('picture').src !== arguments[0]", before)
     browser.wait("return document.getElementById('curve').textContent.includes('->')")
     browser.wait("return document.getElementById('derivative').textContent.includes('tanh')")
@@ -300,7 +300,7 @@ def test_colours_follow_the_system_and_the_switch(page, scheme):
 @pytest.mark.parametrize("width", [400, 1400])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_page_fits_the_screen(page, shots, width, theme):
-    browser = page(PROGRAM + "\nscore = softcap(30.0)")
+    browser = page(PROGRAM + "\nscore = softcap(score, 30.0)")
     browser.resize(width, 900)
     browser.run(
         "const e = document.getElementById('theme'); e.value = arguments[0]; "

@@ -509,7 +509,7 @@ def test_other_lengths_and_param_values_make_no_new_kernel(tmp_path: Path) -> No
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = triton_backend(KernelCache(tmp_path / "kernels"))
     lowered = lower(
-        Source("param w: int\nparam c: float\nscore = softcap(c)\nmask = q - kv < w"), {}
+        Source("param w: int\nparam c: float\nscore = softcap(score, c)\nmask = q - kv < w"), {}
     )
     counts = []
     for length, w, c in ((16, 3, 2.0), (48, 3, 2.0), (80, 9, 7.5), (33, 1, 1.0)):

@@ -15,10 +15,10 @@ from attndsl.runtime.dispatch import forget_calls, get_backend
 
 PROGRAMS = {
     "functions": (
-        "mask = causal() and (q - kv) % 7 != 3\nscore = softcap(20.0) + 0.1 * (q - kv)",
+        "mask = causal() and (q - kv) % 7 != 3\nscore = softcap(score, 20.0) + 0.1 * (q - kv)",
         {},
     ),
-    "a sink": ("score = alibi()\nsink = 0.5 * h + 1", {}),
+    "a sink": ("score = score + alibi()\nsink = 0.5 * h + 1", {}),
     "weights": ("weights = dropout(relu(score) / (kv_len + 1), 0.1 + 0.1)", {}),
     "a size of 1": (
         "tensor doc[batch, q_len]: int\ntensor bias[heads, q_len, kv_len]: float\n"

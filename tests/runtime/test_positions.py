@@ -44,7 +44,7 @@ def test_gradients_with_positions_that_stay() -> None:
     q_index, kv_offset = torch.tensor([4, 1, 3, 2, 0]), torch.tensor(1)
     found = {}
     for backend in ("reference", "cpu"):
-        attention = attndsl.compile("mask = causal(); score = alibi()", backend=backend)
+        attention = attndsl.compile("mask = causal(); score = score + alibi()", backend=backend)
         out = attention(q, k, v, q_index=q_index, kv_offset=kv_offset)
         first = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
         found[backend] = (*first, *torch.autograd.grad(first[0].square().sum(), (q, k, v)))

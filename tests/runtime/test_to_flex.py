@@ -25,8 +25,8 @@ DECLARED = {
 }
 PROGRAMS = [
     "causal() and q - kv < 10",
-    "mask = q >= kv and doc[b, q] == doc[b, kv]; score = softcap(2.0) + slopes[h] * (q - kv)",
-    "alibi()",
+    "mask = q >= kv and doc[b, q] == doc[b, kv]; score = softcap(score, 2) + slopes[h] * (q - kv)",
+    "score + alibi()",
     "natten2d(8, 5, 3, 3)",
     "score = where(q >= kv, min(score, 1.0) + max(0.5, score) + silu(score) * n, -inf)",
     "score = score + t5_bucket(q - kv, 8, 20) * 0.1 + softplus(score) + gelu(score) ** 2",
@@ -61,7 +61,7 @@ def test_torch_gives_the_same(text):
 
 
 def test_what_a_program_does_not_say_is_none():
-    assert attndsl.compile("alibi()").to_flex(8, 8)[1] is None
+    assert attndsl.compile("score + alibi()").to_flex(8, 8)[1] is None
     assert attndsl.compile("causal()").to_flex(8, 8)[0] is None
 
 
@@ -134,7 +134,7 @@ def test_indices_that_are_numbers_out_of_range_are_clamped(index):
 
 @pytest.mark.parametrize("entries", [False, True])
 def test_parts_of_calls(entries):
-    attention = attndsl.compile("mask = causal_lower_right(); score = alibi()")
+    attention = attndsl.compile("mask = causal_lower_right(); score = score + alibi()")
     q, k, v = torch.randn(B, H, 6, D), torch.randn(B, H, 10, D), torch.randn(B, H, 10, D)
     sizes = {"q_len": 10, "heads": 8}
     options = {"q_offset": 4, "h_offset": 4}

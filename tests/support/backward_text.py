@@ -54,7 +54,7 @@ TEXTS = {
     "window": ("sliding_window(20)", None),
     "some rows": ("q < 30 and kv >= q", None),
     "nothing": ("q < 0", None),
-    "cap": ("mask = causal()\nscore = softcap(2.0)", lambda s, q, kv: 2 * torch.tanh(s / 2)),
+    "cap": ("mask = causal()\nscore = softcap(score, 2.0)", lambda s, q, kv: 2 * torch.tanh(s / 2)),
     "alibi": (
         "mask = causal()\nscore = score - 0.1 * (q - kv)",
         lambda s, q, kv: s - 0.1 * (q - kv),
@@ -77,7 +77,7 @@ TEXTS = {
 DROPPING = {
     "dropout": "mask = causal()\nweights = dropout(softmax(score), 0.4)",
     "dropout of a cap": (
-        "mask = causal()\nscore = softcap(2.0)\nweights = dropout(softmax(score), 0.4)"
+        "mask = causal()\nscore = softcap(score, 2.0)\nweights = dropout(softmax(score), 0.4)"
     ),
     "dropout beside columns": (
         "score = score - 0.1 * (q - kv)\nweights = dropout(softmax(score), 0.4)"

@@ -18,8 +18,8 @@ PROGRAMS = {
     "mask by batch and head": ("mask = q - kv < 5 * (h + 1) and kv < 11 + 9 * b", {}, {}, {}),
     "mask by head": ("mask = 0 <= q - kv < 3 + 7 * h", {}, {}, {"heads": 6, "kv_heads": 2}),
     "relative": ("score + (q - kv)", {}, {}, {}),
-    "alibi": ("mask = causal(); score = alibi()", {}, {}, {}),
-    "softcap": ("mask = causal(); score = softcap(2.0)", {}, {}, {}),
+    "alibi": ("mask = causal(); score = score + alibi()", {}, {}, {}),
+    "softcap": ("mask = causal(); score = softcap(score, 2.0)", {}, {}, {}),
     "square": ("score * score", {}, {}, {}),
     "trigonometry": ("sin(cos(score)) + tan(b)", {}, {}, {}),
     "silu": ("silu(score) + gelu(score) - erf(score)", {}, {}, {}),
@@ -90,7 +90,9 @@ PROGRAMS = {
     "one query": ("causal()", {}, {"q_offset": 40}, {"q_len": 1, "kv_len": 61}),
     "one key": ("causal()", {}, {}, {"q_len": 23, "kv_len": 1}),
     "value dim": ("causal()", {}, {}, {"dim": 5, "value_dim": 11}),
-    "offsets": ("mask = causal(); score = alibi()", {}, {"q_offset": 20, "kv_offset": 5}, {}),
+    "offsets": (
+        "mask = causal(); score = score + alibi()", {}, {"q_offset": 20, "kv_offset": 5}, {},
+    ),
     "scale": ("causal()", {}, {"scale": -0.7}, {}),
 }  # fmt: skip
 

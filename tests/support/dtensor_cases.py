@@ -166,7 +166,7 @@ def floats(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-ALIBI = "mask = causal(); score = alibi()"
+ALIBI = "mask = causal(); score = score + alibi()"
 SLOPES = "tensor slope[heads]: float\nmask = causal(); score = score + slope[h] * (kv - q)"
 SINKS = "tensor logit[heads]: float\nmask = causal(); sink = logit[h]"
 DROPOUT = "mask = causal(); score = score + 0.1 * h\nweights = dropout(softmax(score), 0.4)"
@@ -186,7 +186,7 @@ def alibi(place: Place) -> None:
 
 
 def soft_cap(place: Place) -> None:
-    compare(place, place.two, Spec("mask = causal(); score = softcap(2.0)"))
+    compare(place, place.two, Spec("mask = causal(); score = softcap(score, 2.0)"))
 
 
 def reference(place: Place) -> None:

@@ -48,15 +48,15 @@ PROGRAMS = {
     "last entry": "q >= kv or b == batch - 1",
     "nothing for some": "kv < q - 4",
     # Scores.
-    "alibi": "mask = causal(); score = alibi()",
-    "alibi of all": "alibi()",
-    "softcap": "mask = causal(); score = softcap(3.0)",
+    "alibi": "mask = causal(); score = score + alibi()",
+    "alibi of all": "score + alibi()",
+    "softcap": "mask = causal(); score = softcap(score, 3.0)",
     "key heads": "score = score * (1.0 + hkv / kv_heads)",
     "positions": "score = score + sin(0.3 * q) * cos(0.1 * kv)",
     "lengths": "score = score * (q + 1) / q_len - kv / kv_len",
     "entries": "score = score + 0.5 * b / batch",
     "groups": "score = score * (heads // kv_heads) + h % 2",
-    "masked score": "score = where(q >= kv, score, -inf); score = softcap(4.0)",
+    "masked score": "score = where(q >= kv, score, -inf); score = softcap(score, 4.0)",
     "by score": "mask = score > -0.5 and q >= kv; score = 2 * score",
     # Captures.
     "slopes": "tensor slope[heads]: float\nmask = causal(); score = score - slope[h] * (q - kv)",
@@ -74,7 +74,7 @@ PROGRAMS = {
     "mask = a[b, q] % 3 == c[b, kv] % 3 or kv == 0",
     "flags": "tensor wide[heads]: bool\nmask = q >= kv or wide[h]",
     "valid keys": "tensor n[batch]: int\nmask = valid_keys(n)",
-    "relative": "tensor table[heads, 2 * kv_len]: float\nmask = causal(); score = rel_bias(table)",
+    "relative": "tensor t[heads, 2 * kv_len]: float\nmask = causal(); score = score + rel_bias(t)",
     "buckets": "tensor near[heads, 8]: float\n"
     "mask = causal(); score = score + near[h, t5_bucket_causal(q - kv, 8, 20)]",
     "neighbours": "tensor t[heads]: float\n"
@@ -93,13 +93,14 @@ PROGRAMS = {
     "sigmoid": "mask = causal(); weights = sigmoid(score - log(float(kv_len)))",
     "relu": "tensor t[heads]: float\nweights = relu(score + t[h]) / q_len",
     "dropout": "mask = causal(); weights = dropout(softmax(score), 0.3)",
-    "dropout by sizes": "score = alibi(); weights = dropout(softmax(score), 0.1 + 0.5 / q_len)",
+    "dropout by sizes": "score = score + alibi()\n"
+    "weights = dropout(softmax(score), 0.1 + 0.5 / q_len)",
     "dropped sigmoid": "weights = dropout(sigmoid(score), 0.25)",
 }
 RAGGED = {
     "window": "sliding_window(9)",
-    "alibi": "mask = causal(); score = alibi()",
-    "soft cap": "mask = causal(); score = softcap(3.0) * (1 + q / kv_len)",
+    "alibi": "mask = causal(); score = score + alibi()",
+    "soft cap": "mask = causal(); score = softcap(score, 3.0) * (1 + q / kv_len)",
     "documents": "tensor doc[batch, kv_len]: int\nmask = document_causal(doc)",
     "sinks": "tensor logit[heads]: float\nmask = kv < q - 2; sink = logit[h]",
     "buckets": "tensor near[heads, 8]: float\n"

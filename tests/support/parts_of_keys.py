@@ -11,8 +11,8 @@ PROGRAMS = {
     "nothing": "score",
     "causal": "causal()",
     "window": "causal() and q - kv < 9",
-    "alibi": "mask = causal(); score = alibi()",
-    "soft cap": "mask = causal(); score = softcap(2.0)",
+    "alibi": "mask = causal(); score = score + alibi()",
+    "soft cap": "mask = causal(); score = softcap(score, 2.0)",
     "bias": "tensor t[heads, n, m]: float; mask = q + 3 >= kv; score = score + t[h, q, kv]",
     "gain": "tensor t[heads]: float; param a: float; score = t[h] * score + a * (q - kv)",
     "rows and columns": "tensor r[heads, n]: float; tensor t[heads, n]: float; mask = causal()"

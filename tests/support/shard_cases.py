@@ -126,7 +126,8 @@ def heads_of_dtensors(group: ProcessGroup) -> None:
     """Tensor parallel heads beside rows: DTensors over ``tp`` whose rows are the rank's own."""
     ranks = dist.get_world_size(group)
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("cp", "tp"))
-    attention, whole = attndsl.compile("mask = causal(); score = alibi()"), _leaves(_whole())
+    attention = attndsl.compile("mask = causal(); score = score + alibi()")
+    whole = _leaves(_whole())
     wanted = attention(*whole)
     wanted.square().sum().backward()
     cp = ContextParallel(mesh["cp"], "head_tail")
@@ -152,7 +153,7 @@ def heads_of_dtensors(group: ProcessGroup) -> None:
 
 def compiled(group: ProcessGroup) -> None:
     """One graph, forward and backward, with functional collectives."""
-    attention, whole = attndsl.compile("mask = causal(); score = softcap(3.0)"), _whole()
+    attention, whole = attndsl.compile("mask = causal(); score = softcap(score, 3.0)"), _whole()
     cp = ContextParallel(group, "head_tail")
     cp.plan(L, attention)
     call = cp(attention)

@@ -55,11 +55,11 @@ PROGRAMS: dict[str, Case] = {
     "causal": Case("causal()"),
     "window": Case("causal() and q - kv < 200"),
     "documents": Case(DOCUMENTS, _documents),
-    "alibi": Case("mask = causal(); score = alibi()"),
-    "softcap": Case("mask = causal(); score = softcap(2.0)"),
+    "alibi": Case("mask = causal(); score = score + alibi()"),
+    "softcap": Case("mask = causal(); score = softcap(score, 2.0)"),
     "gain": Case("tensor x[heads]: float\nmask = causal(); score = x[h] * score", _per_head),
     "distances": Case(
-        "tensor x[heads, 2 * kv_len]: float\nmask = abs(q - kv) < 300; score = rel_bias(x)",
+        "tensor x[heads, 2 * kv_len]: float\nmask = abs(q - kv) < 300; score = score + rel_bias(x)",
         lambda length: {"x": torch.rand(HEADS, 2 * length, dtype=torch.float64)},
     ),
     "sink": Case(

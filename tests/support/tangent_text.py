@@ -58,7 +58,7 @@ PROGRAMS = {
     ),
     "column": Program("mask = causal()\nscore = score - 0.1 * (h + 1) * (q - kv)", score=slanted),
     "cap": Program(
-        "mask = causal()\nscore = softcap(2.0)",
+        "mask = causal()\nscore = softcap(score, 2.0)",
         score=lambda s, h, q, kv: 2 * torch.tanh(s / 2),
     ),
     "signs": Program(

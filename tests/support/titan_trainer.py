@@ -163,7 +163,7 @@ def config_of(run: Run, kind: str = "float32", compiler: str = "aot_eager") -> A
 
     spec = model_registry("debugmodel", attn_backend="varlen")
     for number, layer in enumerate(spec.model.layers):
-        program = "q - kv < 40" if number % 2 else "score = softcap(20.0)"
+        program = "q - kv < 40" if number % 2 else "score = softcap(score, 20.0)"
         window = (60, 0) if number == 3 else (-1, 0)
         layer.attention.inner_attention = Attention.Config(program=program, window_size=window)
     loss: Any = CrossEntropyLoss.Config(global_vocab_size=2048)

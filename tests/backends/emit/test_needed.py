@@ -441,7 +441,7 @@ def unneeded(text: str) -> list[str]:
 
 
 def test_the_same_program_has_the_same_text_in_every_process():
-    program = "mask = causal(); score = softcap(30.0)"
+    program = "mask = causal(); score = softcap(score, 30.0)"
     code = f"import attndsl; print(attndsl.compile({program!r}).source(backend='triton'), end='')"
     found = [
         subprocess.run(

@@ -24,7 +24,7 @@ TEXTS = {
     "documents": "tensor doc[q_len]: int; mask = q >= kv and doc[q] == doc[kv]",
     "sink": "mask = causal(); sink = 0.5",
     "gain": "tensor gain[heads]: float; mask = causal(); score = gain[h] * score",
-    "alibi": "mask = causal(); score = alibi()",
+    "alibi": "mask = causal(); score = score + alibi()",
     "keys": "tensor keys[kv_len]: float; mask = causal(); score = score + keys[kv]",
     "relative": "tensor rel[heads, n]: float; score = score + rel[h, q - kv + kv_len]",
     "bias": """
@@ -41,7 +41,7 @@ TEXTS = {
     ("text", "dtype", "persistent", "anchored"),
     [("causal()", torch.bfloat16, True, True), ("score", torch.bfloat16, True, True),
      ("causal()", torch.float16, True, False), ("causal()", torch.bfloat16, False, False),
-     ("score = softcap(9.0)", torch.bfloat16, True, False),
+     ("score = softcap(score, 9.0)", torch.bfloat16, True, False),
      ("weights = sigmoid(score)", torch.bfloat16, True, False),
      ("(q + kv) % 2 == 0", torch.bfloat16, True, False)],
 )  # fmt: skip
@@ -58,10 +58,11 @@ def test_which_kernels_are_anchored(text, dtype, persistent, anchored):
 
 @pytest.mark.parametrize(
     ("text", "dtype", "bounded"),
-    [("softcap(20.0)", "bf16", True), ("softcap(50.0)", "bf16", True),
-     ("softcap(60.0)", "bf16", False), ("softcap(20.0)", "fp16", False),
-     ("softcap(6.0)", "fp16", True), ("score", "bf16", False),
-     ("softcap(20.0) + rel[q]", "bf16", True), ("softcap(20.0) + rel[kv]", "bf16", False)],
+    [("softcap(score, 20.0)", "bf16", True), ("softcap(score, 50.0)", "bf16", True),
+     ("softcap(score, 60.0)", "bf16", False), ("softcap(score, 20.0)", "fp16", False),
+     ("softcap(score, 6.0)", "fp16", True), ("score", "bf16", False),
+     ("softcap(score, 20.0) + rel[q]", "bf16", True),
+     ("softcap(score, 20.0) + rel[kv]", "bf16", False)],
 )  # fmt: skip
 def test_which_scores_are_bounded(text, dtype, bounded):
     text = f"tensor rel[n]: float; score = {text}" if "rel" in text else f"score = {text}"

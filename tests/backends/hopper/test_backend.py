@@ -205,7 +205,7 @@ def _first_config(text: str, head_dim: int, length: int, task: Task) -> Config:
         ("param n: int; param m: int; tensor t[heads, n]: float; mask = causal(); "
          "score = score + t[h, t5_bucket_causal(q - kv, n, m)]", 64),
         ("tensor t[heads, 32]: float; score = score + t[h, t5_bucket(q - kv, 32, 128)]", 128),
-        ("param cap: float; score = softcap(cap)", 128),
+        ("param cap: float; score = softcap(score, cap)", 128),
         ("param w: int; mask = causal() and q - kv < w", 128),
     ],
 )  # fmt: skip
@@ -228,7 +228,7 @@ def test_long_scores_with_params_begin_with_few_keys(text, columns):
         ("param n: int; param w: int; mask = block_diffusion(n, w)", False),
         ("causal()", False),
         ("score = tanh(score)", True),
-        ("mask = causal(); score = softcap(30.0)", True),
+        ("mask = causal(); score = softcap(score, 30.0)", True),
     ],
 )
 def test_tiles_without_a_mask_have_a_loop_of_their_own_where_masks_take_long(text, both):

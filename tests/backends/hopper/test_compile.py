@@ -57,16 +57,17 @@ SCRIPT = textwrap.dedent(
     ''',
         "common": "mask = causal(); weights = sigmoid(score) / kv_len",
         "bool": "tensor seg[kv_len]: bool; mask = seg[q] == seg[kv]",
-        "softcap": "mask = causal()\\nscore = softcap(20.0)",
-        "alibi": "mask = causal()\\nscore = alibi()",
+        "softcap": "mask = causal()\\nscore = softcap(score, 20.0)",
+        "alibi": "mask = causal()\\nscore = score + alibi()",
         "keyed": '''
     tensor t[heads, kv_len]: float
     mask = causal()
-    score = alibi()
+    score = score + alibi()
     score = score + t[h, kv]
     ''',
         "constant": "mask = causal()\\nscore = -2.0 * (h + 1)",
-        "sink": "tensor s[heads]: float\\nmask = causal()\\nscore = alibi()\\nsink = s[h] * s[h]",
+        "sink": "tensor s[heads]: float\\nmask = causal()\\nscore = score + alibi()"
+        "\\nsink = s[h] * s[h]",
         "dropped": (
             "tensor bias[heads, q_len, kv_len]: float\\nmask = causal()\\n"
             "score = score + bias[h, q, kv]\\nweights = dropout(softmax(score), 0.1)"

@@ -20,8 +20,8 @@ TEXTS = {
     "full": "weights = dropout(softmax(score), 0.25)",
     "causal": "mask = causal()\nweights = dropout(softmax(score), 0.1)",
     "window": "mask = sliding_window(70)\nweights = dropout(softmax(score), 0.5)",
-    "cap": "mask = causal()\nscore = softcap(2.0)\nweights = dropout(softmax(score), 0.1)",
-    "alibi": "mask = causal()\nscore = alibi()\nweights = dropout(softmax(score), 0.1)",
+    "cap": "mask = causal()\nscore = softcap(score, 2.0)\nweights = dropout(softmax(score), 0.1)",
+    "alibi": "mask = causal()\nscore = score + alibi()\nweights = dropout(softmax(score), 0.1)",
     "sigmoid": "mask = causal()\nweights = dropout(sigmoid(score), 0.3)",
     "sink": (
         "tensor gain[heads]: float\nmask = causal()\nsink = gain[h]\n"

@@ -66,7 +66,7 @@ def test_entries_of_their_own_positions_and_lengths(config):
     arguments = positions_of("q_starts", starts) | positions_of("kv_lengths", lengths)
     of_batch = torch.zeros(2, dtype=torch.int32)
     part = part_of(arguments, q_offset=of_batch, kv_lengths=of_batch)
-    text = "mask = causal() and kv >= kv_len // 8\nscore = alibi() + 0.1 * b"
+    text = "mask = causal() and kv >= kv_len // 8\nscore = score + alibi() + 0.1 * b"
     out, _ = run_forward(text, inputs, config, part=part)
     b, h = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None]
     q = torch.arange(ROWS)[:, None] + torch.tensor(starts)[:, None, None, None]

@@ -26,8 +26,8 @@ TEXTS = {
     "window": "sliding_window(200)",
     "prefix": "prefix_lm(150)",
     "documents": "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]",
-    "alibi": "mask = causal()\nscore = alibi()",
-    "cap": "mask = causal()\nscore = softcap(2.0)",
+    "alibi": "mask = causal()\nscore = score + alibi()",
+    "cap": "mask = causal()\nscore = softcap(score, 2.0)",
     "gain": "tensor gain[heads]: float\nmask = causal()\nscore = gain[h] * score",
     "signs": "mask = causal()\nscore = (1 - h) * score",
     "sink": "mask = causal()\nsink = 0.5",
@@ -52,8 +52,8 @@ SIZES = (
         ("sliding_window(9)", 128, True),
         ("score", 128, True),
         ("causal()", 256, False),
-        ("mask = causal()\nscore = alibi()", 128, True),
-        ("mask = causal()\nscore = alibi()", 16, False),
+        ("mask = causal()\nscore = score + alibi()", 128, True),
+        ("mask = causal()\nscore = score + alibi()", 16, False),
     ],
 )
 def test_which_are_persistent(text, dim, persistent):

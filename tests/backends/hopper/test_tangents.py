@@ -22,8 +22,8 @@ TEXTS = {
     "prefix": "prefix_lm(150)",
     "documents": "tensor doc[q_len]: int; mask = q >= kv and doc[q] == doc[kv]",
     "some rows": "q < 300 and q >= 100 and kv >= q",
-    "alibi": "mask = causal(); score = alibi()",
-    "softcap": "mask = causal(); score = softcap(20.0)",
+    "alibi": "mask = causal(); score = score + alibi()",
+    "softcap": "mask = causal(); score = softcap(score, 20.0)",
     "gain": "tensor gain[heads]: float; mask = causal(); score = gain[h] * score",
     "bias": """
         tensor bias[heads, q_len, kv_len]: float

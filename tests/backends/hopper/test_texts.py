@@ -72,7 +72,7 @@ def test_no_name_in_a_kernel_hides_a_function_of_the_library():
 
 @pytest.mark.parametrize(
     ("program", "leaves"),
-    [("causal()", False), ("score = softcap(20.0)", True), ("score = 2 * score", False)],
+    [("causal()", False), ("score = softcap(score, 20.0)", True), ("score = 2 * score", False)],
 )
 def test_threads_leave_one_by_one_where_scores_have_slopes_of_their_own(program, leaves):
     text = attndsl.compile(program).source("backward", head_dim=128, backend="hopper")

@@ -133,7 +133,7 @@ ON_GPU = {
     "causal": "causal()",
     "window": "sliding_window(300)",
     "reverse": "kv >= q",
-    "cap": "mask = causal()\nscore = softcap(20.0)",
+    "cap": "mask = causal()\nscore = softcap(score, 20.0)",
     "dropout": "mask = causal()\nweights = dropout(softmax(score), 0.2)",
     "gain": "tensor t[heads]: float\nmask = causal()\nscore = score * t[h]",
     "columns": "tensor t[kv_len]: float\nscore = score + t[kv]",

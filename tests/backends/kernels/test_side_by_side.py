@@ -144,7 +144,7 @@ def test_kernels_that_list_tiles(on_gpu):
 def test_programs_of_several_threads(on_gpu):
     compiler = Compiler(together=3)
     backend = on_gpu(compiler)
-    texts = ("causal()", "softcap(30.0)", "q - kv < 7")
+    texts = ("causal()", "softcap(score, 30.0)", "q - kv < 7")
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda text: prepared(backend, text, Task.FORWARD), texts))
     assert [set(each) for each in found] == [{"forward"}] * 3

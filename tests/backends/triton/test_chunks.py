@@ -17,8 +17,8 @@ from attndsl.runtime import chunks
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
 PROGRAMS = {
     "plain": "causal()",
-    "window": "mask = causal() and (q - kv < 25 or kv < 2); score = softcap(9.0)",
-    "sizes": "mask = causal(); score = alibi() + kv_len / 7 - q_len / 9 + 0.1 * b / batch",
+    "window": "mask = causal() and (q - kv < 25 or kv < 2); score = softcap(score, 9.0)",
+    "sizes": "mask = causal(); score = score + alibi() + kv_len / 7 - q_len / 9 + 0.1 * b / batch",
     "heads": "mask = causal() and q - kv < 19 * (h + 1); score = score + hkv / kv_heads",
     "sink": "mask = causal(); sink = 0.5 * h",
     "sigmoid": "mask = causal(); weights = sigmoid(score)",
@@ -219,7 +219,9 @@ def test_rows_of_a_page_lie_far_apart(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("text", ["mask = causal(); score = alibi()", "sliding_window(100)"])
+@pytest.mark.parametrize(
+    "text", ["mask = causal(); score = score + alibi()", "sliding_window(100)"]
+)
 def test_bits_and_graphs(text):
     """A request alone, among others, and in a replay with other lengths; the host reads nothing."""
     shape = Shape(heads=8, kv_heads=2, dim=128, value_dim=128, page=16, dtype=torch.bfloat16)

@@ -165,7 +165,8 @@ PARTS = textwrap.dedent(
     from attndsl.source import Source
 
     TEXTS = {
-        "entries": "mask = causal() and q - kv < 100 and kv >= kv_len // 3; score = alibi()",
+        "entries": "mask = causal() and q - kv < 100 and kv >= kv_len // 3; "
+        "score = score + alibi()",
         "shares": (
             "tensor bias[heads, q_len, kv_len]: float; mask = causal_lower_right();"
             "score = score + bias[h, q, kv]"

@@ -130,7 +130,7 @@ def test_more_parts_than_are_merged_at_once(device, name, keys, parts, ran):
 RAGGED = {
     "causal": ("causal()", {}),
     "window": ("causal() and q - kv < 40", {}),
-    "soft cap and sink": ("mask = causal(); score = softcap(3.0); sink = 0.5", {}),
+    "soft cap and sink": ("mask = causal(); score = softcap(score, 3.0); sink = 0.5", {}),
     "per head": ("causal() and q - kv < 20 * (h + 1)", {}),
     "nothing": ("mask = kv < 0", {}),
     "own weights": ("mask = causal(); weights = sigmoid(score)", {}),
@@ -167,7 +167,7 @@ def test_each_entry_has_its_own_keys(device, name, ran):
 def test_bits_do_not_depend_on_the_batch(device):
     """Of a request alone, and in batches of other requests in other places."""
     attention = attndsl.compile(
-        "mask = causal() and q - kv < 80; score = alibi()", backend="decode"
+        "mask = causal() and q - kv < 80; score = score + alibi()", backend="decode"
     )
     entries = (1, 100, 33, 66, 98)
     q, k, v, lengths = ragged_call(device, entries)
@@ -249,10 +249,9 @@ def test_gradients_come_from_another_family(device, ran):
     torch.manual_seed(0)
     found = []
     operands = [torch.randn(1, 4, n, 16, device=device).requires_grad_() for n in (2, 70, 70)]
+    text = "mask = causal_lower_right(); score = score + alibi()"
     for backend in ("decode", "reference"):
-        out = attndsl.compile("mask = causal_lower_right(); score = alibi()", backend=backend)(
-            *operands
-        )
+        out = attndsl.compile(text, backend=backend)(*operands)
         found.append(torch.autograd.grad((out * out).sum(), operands))
     for own, other in zip(*found, strict=True):
         torch.testing.assert_close(own, other, atol=2e-3, rtol=2e-3)
@@ -354,7 +353,8 @@ COMPILE = textwrap.dedent(
     from attndsl.backends.triton.decode import Decode
 
     dtype, target, plain = getattr(torch, sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    rich = "tensor n[batch]: int; mask = valid_keys(n); score = softcap(9.0) + h; sink = 0.5 * h"
+    rich = "tensor n[batch]: int; mask = valid_keys(n)"
+    rich += "; score = softcap(score, 9.0) + h; sink = 0.5 * h"
     sizes = (
         (1, 8, 128), (1, 2, 64), (16, 8, 64), (1, 16, 256), (64, 8, 128), (64, 8, 256), (64, 8, 512)
     )
@@ -587,7 +587,7 @@ for name in set(names):
 
 @pytest.mark.gpu
 def test_a_hundred_calls_have_the_same_bits():
-    attention = attndsl.compile("mask = causal(); score = alibi()", backend="decode")
+    attention = attndsl.compile("mask = causal(); score = score + alibi()", backend="decode")
     q, k, v, lengths = ragged_call("cuda", [8192, 100] * 8, 8192, 32, 128, torch.bfloat16)
     first = attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
     for _ in range(100):

@@ -26,8 +26,8 @@ LENGTHS, COUNTS = (37, 1, 53, 5, 70, 2), (1, 1, 6, 0, 3, 2)
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
 FP8 = torch.float8_e4m3fn
 PROGRAMS = {
-    "window": "mask = causal_lower_right() and (q - kv < 25 or kv < 2); score = softcap(9.0)",
-    "sizes": "mask = causal(); score = alibi() + kv_len / 7 - q_len / 9 + 0.1 * b / batch",
+    "window": "mask = causal_lower_right() and (q - kv < 25 or kv < 2)\nscore = softcap(score, 9)",
+    "sizes": "mask = causal(); score = score + alibi() + kv_len / 7 - q_len / 9 + 0.1 * b / batch",
     "heads": "mask = causal() and q - kv < 9 * (h + 1); score = score + hkv / kv_heads",
     "sink": "mask = causal(); sink = 0.5 * h",
     "sigmoid": "mask = causal(); weights = sigmoid(score)",
@@ -235,7 +235,7 @@ def test_pages_of_fp8(device, kind):
     cache = attndsl.PagedCache(*pools, c.table, c.lengths, *scales)
     own = [x.to(device) if isinstance(x, torch.Tensor) else x for x in scales]
     there = attndsl.PagedCache(*(x.to(device) for x in (*pools, c.table, c.lengths)), *own)
-    text = "mask = causal() and q - kv < 40; score = softcap(2.0)"
+    text = "mask = causal() and q - kv < 40; score = softcap(score, 2.0)"
     found = attndsl.compile(text, backend="decode").serve(
         step.q.to(device), there, step.starts.to(device), most_queries=6
     )
@@ -297,11 +297,11 @@ TREE = """
 tensor context[batch]: int
 tensor ancestor[tokens, n]: bool
 mask = kv < context[b] or ancestor[token, max(kv - context[b], 0)]
-score = alibi()
+score = score + alibi()
 """
 
 
-@pytest.mark.parametrize("text", ["mask = causal(); score = alibi()", TREE])
+@pytest.mark.parametrize("text", ["mask = causal(); score = score + alibi()", TREE])
 def test_bits_of_a_request_do_not_depend_on_the_others(device, text):
     """Alone, in batches, behind other tokens, with more room: for one number of most queries."""
     attention = attndsl.compile(text, backend="decode")
@@ -394,7 +394,7 @@ COMPILE = textwrap.dedent("""
 
     GeneratedBackend.why_not = lambda self, device: None
     GeneratedBackend.serve = catch
-    rich = "mask = causal() and q - kv < 1024; score = softcap(9.0) + h; sink = 0.5 * h"
+    rich = "mask = causal() and q - kv < 1024; score = softcap(score, 9.0) + h; sink = 0.5 * h"
     for text, fp8, heads, most in (
         ("causal()", False, 8, 1), (rich, True, 8, 1), ("causal()", True, 2, 16)
     ):

@@ -17,7 +17,7 @@ from attndsl.backends.triton import serve
 from attndsl.serving import Serving
 
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
-TEXT = "mask = causal() and q - kv < 25; score = alibi() + kv_len / 7"
+TEXT = "mask = causal() and q - kv < 25; score = score + alibi() + kv_len / 7"
 
 
 @pytest.fixture

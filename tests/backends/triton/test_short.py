@@ -146,7 +146,7 @@ def test_a_hundred_backwards_have_the_same_bits():
         torch.randn(8, 12, 128, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
         for _ in range(3)
     )
-    out = attndsl.compile("mask = causal(); score = alibi()", backend="short")(q, k, v)
+    out = attndsl.compile("mask = causal(); score = score + alibi()", backend="short")(q, k, v)
     grad = torch.randn_like(out)
     first = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
     for _ in range(100):
@@ -250,7 +250,7 @@ COMPILE = textwrap.dedent(
 
     dtype, sizes = getattr(torch, sys.argv[1]), json.loads(sys.argv[2])
     short = Short()
-    rich = "tensor n[batch]: int; mask = valid_keys(n); score = softcap(9.0); sink = 0.5"
+    rich = "tensor n[batch]: int; mask = valid_keys(n); score = softcap(score, 9.0); sink = 0.5"
     for text, number in ((rich, len(sizes)), ("score", int(sys.argv[3]))):
         lowered = attndsl.compile(text).lowered
         for q_len, kv_len, dim in sizes[:number]:

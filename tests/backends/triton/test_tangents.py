@@ -33,8 +33,8 @@ CASES = {
         {"doc": lambda b, h, m, n: torch.arange(n).div(17, rounding_mode="floor").expand(b, n)},
         {"lengths": (66, 66)},
     ),
-    "softcap": ("mask = causal(); score = softcap(2.0)", {}, {}),
-    "alibi": ("mask = causal(); score = alibi()", {}, {}),
+    "softcap": ("mask = causal(); score = softcap(score, 2.0)", {}, {}),
+    "alibi": ("mask = causal(); score = score + alibi()", {}, {}),
     "gain": (
         "tensor gain[heads]: float; mask = causal(); score = gain[h] * score",
         {"gain": lambda b, h, m, n: torch.rand(h) + 0.5},

@@ -1,0 +1,75 @@
+"""Texts of version 0.1 as texts of today: calls that read the score are told of it.
+
+Nothing else of a text changes, so comments and layout stay, and a text of today is left alone.
+
+Non-goals: what files hold the texts; programs with errors of syntax.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from attndsl.errors import TypeMismatchError, raise_all
+
+from . import parsed
+from .former import Insertion, former_calls, hides_score, inserted, insertions
+
+if TYPE_CHECKING:
+    from attndsl.source import Source
+
+
+class Upgrade(NamedTuple):
+    """What makes a program one of today."""
+
+    insertions: tuple[Insertion, ...]
+    """In its own text and in those of files that it imports."""
+    sources: tuple[Source, ...]
+    """These texts, those without insertions too."""
+
+    def of(self, source: Source) -> list[Insertion]:
+        """The insertions in one of them."""
+        return [each for each in self.insertions if each.span.source == source]
+
+
+def upgrade_of(source: Source) -> Upgrade:
+    """What makes the program of ``source`` one of today.
+
+    Raises:
+        AttnDSLError: It does not parse, or some call of it may be of either version.
+    """
+    tree = parsed(source)
+    former = former_calls(tree)
+    errors = [
+        TypeMismatchError(
+            f"'{call.name}' stands beside the score here, and other calls of this program are of "
+            "version 0.1, in which it read the score too",
+            call.span,
+            "write the line as it is meant: 'score + alibi()' has the score once now",
+        )
+        for call in former.unclear
+    ]
+    found: list[Insertion] = []
+    for number, calls in former.calls.items():
+        statement = tree.statements[number]
+        if hides_score(statement):
+            errors.append(
+                TypeMismatchError(
+                    "this function has a parameter 'score', which hides the score from "
+                    f"'{calls[0].name}'",
+                    calls[0].span,
+                    "rename the parameter",
+                )
+            )
+        found += insertions(statement, calls)
+    raise_all(errors)
+    sources = dict.fromkeys([source, *(statement.span.source for statement in tree.statements)])
+    return Upgrade(tuple(found), tuple(sources))
+
+
+def upgraded(source: Source) -> str:
+    """The text of ``source`` as one of today.
+
+    Raises:
+        AttnDSLError: As :func:`upgrade_of`.
+    """
+    return inserted(source.text, upgrade_of(source).of(source))
