@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attndsl.tilemap import TileMap
     from attndsl.torch_api.sdpa import scaled_dot_product_attention
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Attention", "AttnDSLError", "Gradients", "PagedCache", "ServingPlan", "TileMap", "compare",
     "compat", "compile", "errors", "flex", "join", "layout", "load", "merge", "nn", "parallel",

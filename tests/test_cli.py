@@ -69,7 +69,7 @@ def test_the_package_runs_as_a_module():
 
 def test_version_and_help(attndsl):
     code, out, _ = attndsl("--version")
-    assert (code, out) == (0, "attndsl 0.1.0\n")
+    assert (code, out) == (0, "attndsl 0.2.0\n")
     code, out, _ = attndsl("--help")
     assert code == 0
     for name in ("check", "fmt", "explain", "show", "run", "cache", "schema", "doctor"):
@@ -563,7 +563,7 @@ def test_doctor(attndsl, monkeypatch):
     assert f"\ncache        {os.environ['ATTNDSL_CACHE_DIR']}\n" in out
     found = json.loads(attndsl("doctor", "--json")[1])
     assert found["backends"]["reference"]["cpu"] is None
-    assert found["versions"]["attndsl"] == "0.1.0"
+    assert found["versions"]["attndsl"] == "0.2.0"
     assert found["environment"]["ATTNDSL_CACHE_MB"] == "100"
     assert "SOME_TOKEN" not in found["environment"]
     assert found["cache"]["writable"]
@@ -642,7 +642,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 def test_the_command_is_installed():
     command = Path(sys.executable).with_name("attndsl")
     done = subprocess.run([command, "--version"], capture_output=True, text=True, env=os.environ)
-    assert done.stdout == "attndsl 0.1.0\n"
+    assert done.stdout == "attndsl 0.2.0\n"
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "hopper"])
