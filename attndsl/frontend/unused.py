@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from attndsl.errors import ProgramWarning, UnusedWarning
 
 from . import surface as s
-from .reserved import TARGETS
+from .reached import is_target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,12 +24,12 @@ def unused(tree: s.Tree) -> Iterator[ProgramWarning]:
     if not tree.statements:
         yield ProgramWarning("the program is empty, so it is plain attention", None, _PLAIN)
     reached = _reached(tree)
-    targets = any(_is_target(statement) for statement in tree.statements)
+    targets = any(is_target(statement) for statement in tree.statements)
     for statement in tree.statements:
         if not isinstance(statement, s.Assign | s.Param | s.Tensor):
             continue
         name, span = statement.name.name, statement.name.span
-        if name in reached or _is_target(statement):
+        if name in reached or is_target(statement):
             continue
         if isinstance(statement, s.Assign):
             hint = f"use it, as in 'mask = {name}', or remove the line" if targets else None
@@ -40,19 +40,13 @@ def unused(tree: s.Tree) -> Iterator[ProgramWarning]:
         yield UnusedWarning(f"nothing reads the {kind} '{name}'", span, "use it, or remove it")
 
 
-def _is_target(statement: s.Statement) -> bool:
-    if isinstance(statement, s.Assign):
-        return statement.name.name in TARGETS
-    return isinstance(statement, s.Bare)
-
-
 def _reached(tree: s.Tree) -> set[str]:
     """Names that the results read, by way of other names and functions too."""
     readers: dict[str, set[str]] = {}
     results: set[str] = set()
     for statement in tree.statements:
         read = s.names_in(statement)
-        if isinstance(statement, s.Bare) or _is_target(statement):
+        if is_target(statement):
             results |= read
         elif not isinstance(statement, s.Import):
             readers.setdefault(statement.name.name, set()).update(read)
