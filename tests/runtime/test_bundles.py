@@ -18,8 +18,9 @@ import pytest
 
 import attndsl
 from attndsl import cli, settings
-from attndsl.backends.key import KernelKey, source_fingerprint, version_of
+from attndsl.backends.key import KernelKey, version_of
 from attndsl.errors import CacheWarning, ConfigError
+from attndsl.fingerprint import source_fingerprint
 from attndsl.runtime import bundled, bundles
 from attndsl.runtime.bundled import BundledCache, import_bundle, imported_places, remove_imported
 from attndsl.runtime.bundles import Versions, open_bundle
