@@ -155,6 +155,19 @@ def test_a_launcher_is_found_by_either_name_of_the_platform(store, folder, tmp_p
     assert found == ["KEY", "TWIN"]
 
 
+@pytest.mark.parametrize("kind", ["a file", "a link", "a longer file"])
+def test_a_launcher_of_another_content_is_replaced(kind, store, folder, tmp_path) -> None:
+    path, there = tmp_path / "tc" / "KEY" / f"launcher{SUFFIX}", tmp_path / "there"
+    path.parent.mkdir(parents=True)
+    there.write_bytes(b"library")
+    path.symlink_to(there) if kind == "a link" else path.write_bytes(b"LIBRARY" * (len(kind) - 5))
+    assert store.load(KEY) is not None
+    assert (path.read_bytes(), path.is_symlink()) == (b"library", False)
+    before = path.stat()
+    assert store.load(KEY) is not None
+    assert path.stat().st_mtime_ns == before.st_mtime_ns, "it is not written again"
+
+
 def test_a_launcher_of_another_python_is_left(store, folder, tmp_path) -> None:
     files = entry_files()
     other = "launchers/KEY/launcher.cpython-99-plan9.so"
