@@ -253,7 +253,7 @@ class KernelCache:
         """Tell why the folder is not read, unless nothing is there."""
         if isinstance(error, ConfigError):
             self._warn(f"{error.message}; not used")
-        elif not isinstance(error, FileNotFoundError):
+        elif not isinstance(error, FileNotFoundError | NotADirectoryError):
             self._warn(f"cannot read kernels in {self.folder}: {reason(error)}; they are made anew")
 
     def _warn(self, text: str) -> None:
