@@ -11,6 +11,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from attndsl import fingerprint as _fingerprint  # noqa: F401  First: it notes what is imported.
 from attndsl.after_torch import register_operators
 from attndsl.uncollected import uncollected
 

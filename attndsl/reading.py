@@ -47,6 +47,23 @@ def read_bytes(path: str | PathLike[str], most: int, pipes: bool = True) -> byte
     return _bounded(content, os.fspath(path), most)
 
 
+def read_open_file(handle: int, name: str, most: int) -> bytes:
+    """All bytes of the regular file ``name`` that is open as ``handle``.
+
+    Raises:
+        OSError: It cannot be read.
+        ConfigError: It is no regular file, or it holds more than ``most`` bytes.
+    """
+    found = os.fstat(handle)
+    _check_kind(name, found.st_mode, pipes=False)
+    content = b""
+    # Its size says what is not read at all. What it has grown by since is not read to its end.
+    if found.st_size <= most:
+        while len(content) <= most and (more := os.read(handle, most + 1 - len(content))):
+            content += more
+    return _bounded(content, name, most, found.st_size)
+
+
 def read_text(path: str | PathLike[str], pipes: bool = True) -> str:
     """The text of the file at ``path``, which is UTF-8, with or without a byte order mark.
 
@@ -106,8 +123,8 @@ def _first_of_pipe(path: str | PathLike[str], handle: int, most: int) -> bytes:
     return content or b""
 
 
-def _bounded(content: bytes, name: str, most: int) -> bytes:
-    if len(content) > most:
+def _bounded(content: bytes, name: str, most: int, size: int = 0) -> bytes:
+    if max(len(content), size) > most:
         raise ConfigError(
             f"{name} is larger than {most} bytes", hint="split it, or move data to tensors"
         )

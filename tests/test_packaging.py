@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attndsl.backends.key import source_fingerprint
+from attndsl.fingerprint import source_fingerprint
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -148,7 +148,7 @@ def test_the_installed_wheel_works_from_an_empty_folder(installed, tmp_path):
 
 
 def test_the_installed_text_has_the_digest_of_the_checkout(installed, tmp_path):
-    code = "from attndsl.backends.key import source_fingerprint as f; print(f())"
+    code = "from attndsl.fingerprint import source_fingerprint as f; print(f())"
     done = _run(["-c", code], installed, tmp_path)
     # Bytecode, which importing leaves there, counts for nothing.
     again = _run(["-c", code], installed, tmp_path)

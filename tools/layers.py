@@ -14,6 +14,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "settings",
             "logs",
             "after_torch",
+            "fingerprint",
             "reading",
             "scalars",
             "uncollected",

@@ -1,4 +1,4 @@
-"""The kernels of programs for a GPU that is not there, compiled side by side into a folder.
+"""The kernels of programs for a GPU that is not there, compiled side by side.
 
 Calls run up to their launches, which do nothing: so they find their kernels in the way in which
 they find them on the GPU. What they compute means nothing.
@@ -13,18 +13,16 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.backends.base import Entry
 from attndsl.backends.kernels.absent import AbsentGPU
 from attndsl.backends.tiled.dots import WidenedBackend, why_tiles
 from attndsl.compiled import located_call
 from attndsl.errors import AttnDSLError, BackendError, LaunchWarning
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.cache import KernelCache
+from attndsl.runtime.cache import MemoryStore
 from attndsl.runtime.dispatch import GENERATED, get_backend, why_no_hopper_kernels
 from attndsl.runtime.programs import program_entry
 from attndsl.warming import warm_up
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from .calls import Asked, Example
 
 _HOPPER = "cuda:90"
-_UNLIMITED = 1 << 50
 
 
 class Compiled(NamedTuple):
@@ -71,7 +68,7 @@ class Without(NamedTuple):
 class Built:
     """What came of a build."""
 
-    store: KernelCache
+    store: MemoryStore
     """Entries of kernels and programs."""
     gpu: AbsentGPU
     warmed: list[Warmed]
@@ -85,25 +82,8 @@ class Built:
     """Several threads make what is here, each of a program of its own."""
 
 
-class _Placeless(KernelCache):
-    """A cache whose texts lie nowhere: compiled code holds their path, and digests depend on it."""
-
-    def load(self, key: str) -> Entry | None:
-        """See :class:`KernelCache`."""
-        found = super().load(key)
-        return None if found is None else _placeless(key, found)
-
-    def save(self, key: str, source: str, meta: Mapping[str, object]) -> Entry:
-        """See :class:`KernelCache`."""
-        return _placeless(key, super().save(key, source, meta))
-
-
-def _placeless(key: str, found: Entry) -> Entry:
-    return Entry(Path("attndsl") / f"{key}.py", found.source, found.meta)
-
-
 def build(
-    programs: Mapping[str, Attention], asked: Asked, target: str, folder: Path, progress: Progress
+    programs: Mapping[str, Attention], asked: Asked, target: str, progress: Progress
 ) -> Built:
     """Compile the kernels of all programs for all calls that ``asked`` means.
 
@@ -113,7 +93,6 @@ def build(
         programs: By names.
         asked: Which calls.
         target: ``cuda:90`` and the like.
-        folder: An empty folder for the entries.
         progress: Who is told.
 
     Returns:
@@ -126,8 +105,7 @@ def build(
 
     gpu = AbsentGPU(target)
     gpu.activate()
-    # Nobody else writes there, and nothing may be removed.
-    built = Built(_Placeless(folder, limit=_UNLIMITED), gpu, [])
+    built = Built(MemoryStore(), gpu, [])
 
     def heard(**what: Any) -> None:
         hit = bool(what["cache_hit"])
@@ -218,7 +196,7 @@ def check_backend(name: str, target: str) -> None:
         raise BackendError(f"Hopper's kernels cannot be loaded here: {missing}")
 
 
-def _backend(name: str, target: str, store: KernelCache) -> GeneratedBackend:
+def _backend(name: str, target: str, store: MemoryStore) -> GeneratedBackend:
     """What runs calls that ask for ``name`` on ``target``, as ``runtime.dispatch`` chooses."""
     from attndsl.backends.generated.for_any_gpu import triton_backend
     from attndsl.backends.generated.for_decode import decode_backend

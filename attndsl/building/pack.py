@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attndsl.backends.kernels.absent import DRIVER
 from attndsl.errors import ConfigError
+from attndsl.fingerprint import sources_changed
 from attndsl.runtime.bundles import FORMAT, MANIFEST, Versions, is_name
 from attndsl.runtime.cache import described_entry, entry_text
 
@@ -49,9 +50,15 @@ def pack(built: Built, target: str, folder: Path) -> Packed:
     """Write the bundle; a bundle that is there already is replaced.
 
     Raises:
-        ConfigError: ``folder`` holds something else, or cannot be written.
+        ConfigError: ``folder`` holds something else, or cannot be written; the package has changed.
     """
     check_output(folder)
+    if sources_changed():
+        raise ConfigError(
+            "the files of attndsl are not those that this process has imported, or are in an "
+            "archive, so that nobody can say what the kernels are for",
+            hint="build again, with attndsl in a folder",
+        )
     folder = Path(os.path.abspath(folder))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -144,15 +151,13 @@ class _Writer:
 def _entries(built: Built, writer: _Writer) -> tuple[list[Kernel], int]:
     """Write all entries: the kernels in them, and how many are programs."""
     kernels: list[Kernel] = []
-    infos = sorted(built.store.entries(), key=lambda entry: entry.key)
-    texts = {e.about.program: e.about.text for e in infos if e.kind == "program"}
+    entries = sorted(built.store.entries.items())
+    said = [described_entry(entry.meta) for _, entry in entries]
+    texts = {about.program: about.text for kind, about in said if kind == "program"}
     programs = 0
-    for info in infos:
-        entry = built.store.load(info.key)
-        assert entry is not None
+    for (key, entry), (kind, about) in zip(entries, said, strict=True):
         meta: dict[str, Any] = dict(entry.meta)
-        about = described_entry(meta)[1]
-        if meta.get("kind") == "program":
+        if kind == "program":
             programs += 1
         elif not meta.get("compiled"):
             continue  # Of a tile size that did not fit.
@@ -164,9 +169,9 @@ def _entries(built: Built, writer: _Writer) -> tuple[list[Kernel], int]:
                 text = texts.get(about.program, about.text)
                 kernels.append(Kernel(about, text, slot, seconds, size))
             meta["compiled"] = compiled
-        described = entry_text(info.key, entry.source, meta)
-        writer.add(f"entries/{info.key}.py", entry.source.encode())
-        writer.add(f"entries/{info.key}.json", described.encode())
+        described = entry_text(key, entry.source, meta)
+        writer.add(f"entries/{key}.py", entry.source.encode())
+        writer.add(f"entries/{key}.json", described.encode())
     return sorted(kernels, key=lambda x: (x.text, words(x.about), x.name)), programs
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -71,17 +70,15 @@ def build_bundle(what: What, asked: Asked, output: str, as_json: bool) -> int:
     check_dim_names((x.lowered.program for x in programs.values()), asked.dims)
     _check_captures(programs, asked)
     shown = _Shown(as_json)
-    with tempfile.TemporaryDirectory(prefix="attndsl-build-") as found:
-        progress = Progress(shown.compiled, shown.done)
-        built = build(programs, asked, what.target, Path(found), progress)
-        errors = errors_of(each for each in built.warmed if each.error is not None)
-        shown.end()
-        if errors:
-            for error in errors:
-                print(render(error) + "\n", file=sys.stderr)
-            print(f"no bundle is written: {len(errors)} errors", file=sys.stderr)
-            return 1
-        packed = pack(built, what.target, folder)
+    built = build(programs, asked, what.target, Progress(shown.compiled, shown.done))
+    errors = errors_of(each for each in built.warmed if each.error is not None)
+    shown.end()
+    if errors:
+        for error in errors:
+            print(render(error) + "\n", file=sys.stderr)
+        print(f"no bundle is written: {len(errors)} errors", file=sys.stderr)
+        return 1
+    packed = pack(built, what.target, folder)
     seconds = time.perf_counter() - begin
     if as_json:
         print(json.dumps(_as_json(packed, built, what, asked, output, seconds), indent=1))

@@ -16,6 +16,7 @@ from attndsl.errors import ConfigError, visible
 from attndsl.runtime.bundled import import_bundle, imported_places, remove_imported
 from attndsl.runtime.bundles import is_digest, open_bundle
 from attndsl.runtime.cache import KernelCache
+from attndsl.runtime.owned_folder import open_folder
 from attndsl.settings import read_settings
 
 from .usage import UsageError
@@ -151,6 +152,12 @@ def _state(folder: Path) -> str:
         return (
             f"no: {visible(str(there))} cannot be written (ATTNDSL_CACHE_DIR may name another one)"
         )
+    try:
+        open_folder(folder).close()
+    except ConfigError as error:
+        return f"no: {visible(error.message)}"
+    except FileNotFoundError:
+        pass  # It is made by the first call.
     return "yes"
 
 

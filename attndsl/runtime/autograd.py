@@ -142,7 +142,7 @@ class _Attend(torch.autograd.Function):
         if (
             signature is None or signature.steps != [x.stride() for x in saved]
             or (out.data_ptr() | lse.data_ptr()) % ALIGNED or grad_out.is_neg()
-            or (grad_lse is not None and grad_lse.is_neg())
+            or (grad_lse is not None and (grad_lse.is_neg() or grad_lse.data_ptr() % ALIGNED))
         ):  # fmt: skip
             # Hooks of saved tensors, such as torch's save_on_cpu, may lay them out anew.
             call, results = _readable(call), settled(call, results)

@@ -12,7 +12,7 @@ sake, and no call uses it.
 from __future__ import annotations
 
 import os
-import shutil
+import stat
 import tempfile
 import warnings
 from contextlib import suppress
@@ -27,7 +27,8 @@ from attndsl.reading import read_bytes
 from attndsl.settings import BundlePlace, read_bundles
 
 from .bundles import MANIFEST, MAX_MANIFEST, is_digest, open_bundle
-from .cache import IMPORTED, described_entry
+from .cache import IMPORTED, described_entry, reason
+from .owned_folder import open_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,7 +61,7 @@ class BundledCache:
         self._told: set[str] = set()
         self._missed: set[str] = set()
         self._lent: set[str] = set()
-        """Files of bundles, which are checked whenever they are looked up there."""
+        """Files of bundles, which are looked up there each time."""
 
     def load(self, key: str) -> Entry | None:
         """The entry of ``key``, or None; see the module."""
@@ -84,7 +85,7 @@ class BundledCache:
         return self.cache.save(key, source, self._without_lent(meta))
 
     def _without_lent(self, meta: Mapping[str, object]) -> Mapping[str, object]:
-        """``meta`` without code of bundles: the cache's entries are read without their digests."""
+        """``meta`` without code of bundles, which nobody uses once they are taken away."""
         slots: Any = meta.get("compiled", {})
         own = {s: x for s, x in slots.items() if self._lent.isdisjoint(x["files"].values())}
         return meta if len(own) == len(slots) else {**meta, "compiled": own}
@@ -97,18 +98,19 @@ class BundledCache:
 
     def _bundles(self) -> list[Bundle]:
         found = []
-        for place in (*read_bundles(), *imported_places(self.cache.folder)):
+        imported = imported_places(self.cache.folder) if self.cache.enabled else []
+        for place in (*read_bundles(), *imported):
             try:
                 bundle = _opened(place, _stamp(place.path))
             except ConfigError as error:
                 self._warn(f"{error.message}; kernels are compiled as without it", error.hint)
                 continue
-            for reason, done in (
+            for why, done in (
                 (bundle.why_not(), "kernels are compiled as without it"),
                 (bundle.why_no_launchers(), "a C compiler makes them here"),
             ):
-                if reason is not None:
-                    self._warn(f"the bundle {bundle.folder} does not fit: {reason}; {done}")
+                if why is not None:
+                    self._warn(f"the bundle {bundle.folder} does not fit: {why}; {done}")
                     break
             found.append(bundle)
         return found
@@ -118,8 +120,7 @@ class BundledCache:
         try:
             found = bundle.entry(key)
         except (ConfigError, OSError, ValueError) as error:
-            told = error.message if isinstance(error, ConfigError) else error
-            self._warn(f"an entry of the bundle {bundle.folder} is not used: {told}")
+            self._warn(f"an entry of the bundle {bundle.folder} is not used: {reason(error)}")
             self._missed.add(key)  # Which tells why it is compiled here.
             return None
         if found is not None:
@@ -131,7 +132,7 @@ class BundledCache:
         return found
 
     def _lay_out(self, bundle: Bundle, name: str) -> None:
-        """Put a launcher where Triton looks for it, unless there is one."""
+        """Put a launcher where Triton looks for it; one of another content is replaced."""
         if not bundle.has_launcher(name):
             return
         import triton  # Whoever asks for kernels has it.
@@ -140,13 +141,14 @@ class BundledCache:
         keys = (key, bundle.twins.get(key, key))
         paths = [Path(triton.knobs.cache.dir) / each / file for each in dict.fromkeys(keys)]
         try:
-            for path in (path for path in paths if not path.exists()):
-                content = bundle.read(name)
+            content = bundle.read(name)
+            for path in (path for path in paths if not _holds(path, content)):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _write(path, content)
         except (OSError, ValueError) as error:  # ConfigError is a ValueError.
-            told = error.message if isinstance(error, ConfigError) else error
-            self._warn(f"a launcher of the bundle {bundle.folder} is compiled here: {told}")
+            self._warn(
+                f"a launcher of the bundle {bundle.folder} is compiled here: {reason(error)}"
+            )
 
     def _tell_missed(self, about: About) -> None:
         """Say that what is compiled now is in no bundle, if there are any."""
@@ -180,13 +182,14 @@ class BundledCache:
 
 
 def imported_places(folder: Path) -> list[BundlePlace]:
-    """Where the bundles lie that the cache in ``folder`` has imported."""
-    places = folder / IMPORTED
-    if not places.is_dir():
-        return []
-    names = sorted(os.listdir(places))
+    """Where the bundles lie that the cache in ``folder`` has imported, unless others may write."""
+    try:
+        with open_folder(folder) as cache, cache.within(IMPORTED) as places:
+            names = sorted(name for name, _ in places.scan())
+    except (OSError, ConfigError):
+        return []  # There are none, or the cache says why its folder is not used.
     # An import that was cut off leaves a folder of another name.
-    return [BundlePlace(places / name, name) for name in names if is_digest(name)]
+    return [BundlePlace(folder / IMPORTED / name, name) for name in names if is_digest(name)]
 
 
 def import_bundle(source: Path, cache: KernelCache, demanded: str | None = None) -> Imported:
@@ -282,20 +285,28 @@ def remove_imported(folder: Path) -> tuple[int, int]:
         ConfigError: They cannot be removed.
     """
     count, size = 0, 0
-    for place in imported_places(folder):
-        if place.path.is_symlink() or not place.path.is_dir():
-            continue
-        try:
-            own = sum(x.stat().st_size for x in place.path.rglob("*") if x.is_file())
-            shutil.rmtree(place.path)
-        except OSError as error:
-            raise ConfigError(f"cannot remove the bundle {place.path}: {error}") from error
-        count, size = count + 1, size + own
-    for left in (folder / IMPORTED).glob(f"{_IMPORTING}*"):
-        shutil.rmtree(left, ignore_errors=True)  # Of imports that were killed.
+    try:
+        with open_folder(folder) as cache, cache.within(IMPORTED) as places:
+            for name, status in places.scan():
+                if not stat.S_ISDIR(status.st_mode):
+                    continue
+                if is_digest(name):
+                    count, size = count + 1, size + _bytes_in(places.path / name)
+                    places.remove_tree(name)
+                elif name.startswith(_IMPORTING):
+                    with suppress(OSError):
+                        places.remove_tree(name)  # Of imports that were killed.
+    except FileNotFoundError:
+        return 0, 0
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"cannot remove the bundles in {folder}: {reason(error)}") from error
     with suppress(OSError):
         (folder / IMPORTED).rmdir()  # Unless somebody keeps other things there.
     return count, size
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(x.stat().st_size for x in folder.rglob("*") if x.is_file())
 
 
 def _joined(own: Entry, found: Entry) -> dict[str, Any]:
@@ -316,6 +327,14 @@ def _stamp(folder: Path) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _opened(place: BundlePlace, stamp: tuple[int, ...]) -> Bundle:
     return open_bundle(*place)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    """Whether the file at ``path`` is no link, and has ``content``."""
+    try:
+        return not path.is_symlink() and read_bytes(path, len(content), pipes=False) == content
+    except (OSError, ConfigError):
+        return False
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -18,22 +18,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import stat
 import sysconfig
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attndsl.backends.base import Entry
-from attndsl.backends.key import source_fingerprint, version_of
+from attndsl.backends.key import version_of
 from attndsl.errors import ConfigError
+from attndsl.fingerprint import source_fingerprint
 from attndsl.reading import read_bytes
 
-from .cache import EntryInfo, described_entry, verified_entry
+from .cache import EntryInfo, described_entry, reason, verified_entry
+from .owned_folder import open_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
 MANIFEST = "bundle.json"
@@ -52,7 +52,6 @@ _NAMES = re.compile(
     rf"|launchers/{_NAME}/{_NAME}\.so"
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_SHARED_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class File(NamedTuple):
@@ -169,10 +168,9 @@ class Bundle:
             ConfigError, OSError, ValueError: The bundle has no such file, or not as it was built;
                 others may write to it.
         """
-        if name in self.files:
-            for path in _way(self.folder, name):
-                check_owner(path)
-        return self.content(name)
+        file = self._file(name)
+        with open_folder(self.folder, of_root=True) as folder:
+            return _held(file, name, folder.read(name, file.bytes))
 
     def content(self, name: str) -> bytes:
         """The content of a file, whoever may write to it afterwards.
@@ -180,13 +178,13 @@ class Bundle:
         Raises:
             ConfigError, OSError, ValueError: The bundle has no such file, or not as it was built.
         """
-        file = self.files.get(name)
-        if file is None:
+        file = self._file(name)
+        return _held(file, name, read_bytes(self.folder / name, file.bytes, pipes=False))
+
+    def _file(self, name: str) -> File:
+        if name not in self.files:
             raise ValueError(f"it has no file {name!r}")
-        content = read_bytes(self.folder / name, file.bytes, pipes=False)
-        if len(content) != file.bytes or hashlib.sha256(content).hexdigest() != file.sha256:
-            raise ValueError(f"{name} is not the file that was built")
-        return content
+        return self.files[name]
 
     def entries(self) -> list[EntryInfo]:
         """All entries, as listings show them; those that are not as they were built as damaged."""
@@ -240,16 +238,17 @@ def open_bundle(folder: Path, demanded: str | None = None, trusted: bool = False
     """
     name = f"the bundle {folder}"
     try:
+        if trusted:
+            content = read_bytes(folder / MANIFEST, MAX_MANIFEST, pipes=False)
+        else:
+            with open_folder(folder, of_root=True) as opened:
+                content = opened.read(MANIFEST, MAX_MANIFEST)
+        # Where its files are. What is read there is held to the digests.
         folder = folder.resolve(strict=True)
-        path = folder / MANIFEST
-        if not trusted:
-            check_owner(folder)
-            check_owner(path)
-        content = read_bytes(path, MAX_MANIFEST, pipes=False)
     except ConfigError as error:
         raise ConfigError(f"{name} cannot be used: {error.message}", hint=error.hint) from error
     except (OSError, ValueError, RuntimeError) as error:
-        told = error.strerror if isinstance(error, OSError) and error.strerror else error
+        told = str(error) if isinstance(error, RuntimeError) else reason(error)
         raise ConfigError(
             f"{name} cannot be used: {told}",
             hint="give the folder that attndsl build has written, which holds bundle.json",
@@ -268,30 +267,11 @@ def open_bundle(folder: Path, demanded: str | None = None, trusted: bool = False
         ) from error
 
 
-def check_owner(path: Path) -> None:
-    """Refuse what others than this user and root may have written, and links.
-
-    Raises:
-        ConfigError: Says which file, and what to do.
-        OSError: There is no such file.
-    """
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode):
-        raise ConfigError(f"{path} is a link", hint="copy the bundle with what its links lead to")
-    own = not hasattr(os, "getuid") or found.st_uid in (0, os.getuid())
-    if not own or found.st_mode & _SHARED_WRITE:
-        raise ConfigError(
-            f"{path} belongs to another user or is writable by others",
-            hint="chown it to root or to the user that runs, and chmod -R go-w the bundle",
-        )
-
-
-def _way(folder: Path, name: str) -> Iterator[Path]:
-    """The folders and the file that ``name`` goes through."""
-    path = folder
-    for part in name.split("/"):
-        path = path / part
-        yield path
+def _held(file: File, name: str, content: bytes) -> bytes:
+    """``content``, if it is that of the file that was built."""
+    if len(content) != file.bytes or hashlib.sha256(content).hexdigest() != file.sha256:
+        raise ValueError(f"{name} is not the file that was built")
+    return content
 
 
 def _bundle(folder: Path, digest: str, found: dict[str, Any]) -> Bundle:

@@ -3,11 +3,12 @@
 An entry is ``KEY.py`` (readable, imported by backends; empty for lowered programs) and
 ``KEY.json``, where ``KEY`` is 64 hex digits. The first line of the ``.json`` holds the digest of
 all other bytes of both files. The digest is compared before anything is parsed, so that a changed
-entry is never used; it guards against accidents, not against those who may write there. The
+entry is never used; it guards against accidents. Against those who may write there, the folder and
+both files have to be this user's, and writable by nobody else (:mod:`.owned_folder`). The
 ``.json`` is published last, so that a writer killed half-way leaves nothing that would be read.
-Files are written as ``KEY.py*.tmp`` and ``KEY.json*.tmp`` and renamed. What cannot be read is
-reported, removed and made again; what cannot be written is kept in a folder of this process alone.
-No call fails for the cache's sake.
+Files are written as ``KEY.py*.tmp`` and ``KEY.json*.tmp`` and renamed. What is damaged is reported,
+removed and made again; what cannot be written is kept in memory, and so is all that is made after
+this package's own files have changed. No call fails for the cache's sake.
 
 There is no lock: no process waits for another, however many write at once. Two writers of one key
 mostly have one text. A ``.py`` that holds the text already stays, so that these two differ in the
@@ -27,14 +28,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import random
 import re
-import shutil
 import stat
-import tempfile
 import warnings
-import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,10 +39,13 @@ from typing import TYPE_CHECKING, Any
 from attndsl.backends.base import About, Entry
 from attndsl.backends.key import FORMAT_VERSION
 from attndsl.errors import CacheWarning, ConfigError
-from attndsl.logs import LOG
-from attndsl.reading import read_bytes
+from attndsl.fingerprint import sources_changed
+from attndsl.logs import LOG, tell_once
+
+from .owned_folder import OwnedFolder, open_folder
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Mapping
 
 IMPORTED = "bundles"
@@ -53,7 +53,6 @@ IMPORTED = "bundles"
 _KEY_LENGTH = 64
 _ATTEMPTS = 4
 """Of a writer, while others publish or remove the same entry."""
-_SHARED_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OWN = re.compile(rf"[0-9a-f]{{{_KEY_LENGTH}}}\.(?:json|py)(?:[0-9a-z_]+\.tmp)?")
 """Names of the cache's files, those of writers that were killed included."""
 _HEAD = re.compile(rb'\{"sha256": "([0-9a-f]{64})",')
@@ -105,6 +104,26 @@ class _Files:
     used: float = 0.0
 
 
+class MemoryStore:
+    """Entries in memory. Implements :class:`attndsl.backends.base.Store`."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        """By their keys."""
+
+    def load(self, key: str) -> Entry | None:
+        """The entry of ``key``, or None."""
+        return self.entries.get(key)
+
+    def save(self, key: str, source: str, meta: Mapping[str, object]) -> Entry:
+        """Keep an entry, with a name for its text that is no file."""
+        # What was given may change, as nothing on disk does.
+        own = json.loads(json.dumps(dict(meta)))
+        # The same in all processes: compiled code holds the name.
+        entry = self.entries[key] = Entry(Path("attndsl") / f"{key}.py", source, own)
+        return entry
+
+
 class KernelCache:
     """A folder of entries. Implements :class:`attndsl.backends.base.Store`."""
 
@@ -114,59 +133,74 @@ class KernelCache:
         Args:
             folder: Where entries lie.
             limit: Bytes beyond which the least recently used entries are removed.
-            enabled: False keeps entries in a folder of this process alone.
+            enabled: False keeps entries in memory alone.
         """
         self.folder = folder
         self.limit = limit
-        self._enabled = enabled
-        self._private: Path | None = None
+        self.enabled = enabled
+        self._memory = MemoryStore()
         self._warned: set[str] = set()
 
     def load(self, key: str) -> Entry | None:
         """The entry of ``key``, or None; a damaged one is reported and removed."""
-        found = self._load(key)
+        found = self._memory.load(key) or self._load(key)
         LOG.debug("cache: %s %s in %s", "found" if found else "no", key[:16], self.folder)
         return found
 
     def _load(self, key: str) -> Entry | None:
-        private = _read(self._private, key) if self._private else None
-        if private is not None or not self._enabled or not self._trusted():
-            return private
+        if not self.enabled:
+            return None
         try:
-            return _read(self.folder, key)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            self._warn(f"dropped the damaged cache entry {key[:16]} in {self.folder}: {error}")
-            with contextlib.suppress(OSError):
-                self._remove(key)
-            return None
+            with open_folder(self.folder) as folder:
+                try:
+                    return _read(folder, key)
+                except ValueError as error:
+                    what = f"the damaged cache entry {key[:16]} in {self.folder}"
+                    self._warn(f"dropped {what}: {reason(error)}")
+                    with contextlib.suppress(OSError):
+                        _remove(folder, key)
+        except (OSError, ConfigError) as error:
+            self._warn_of(error)
+        return None
 
     def save(self, key: str, source: str, meta: Mapping[str, object]) -> Entry:
-        """Publish an entry; in this process's own folder where ``folder`` cannot be written."""
-        if self._enabled:
-            try:
-                self.make_folder()
-                entry = _write(self.folder, key, source, meta)
-            except OSError as error:
-                self._warn(f"cannot keep kernels in {self.folder}: {error}; they are made anew")
-            else:
-                with contextlib.suppress(OSError):
-                    if self._lists_after(_size(entry.path)):
-                        self._evict(self.limit)
+        """Publish an entry; in memory alone where it cannot be kept in ``folder``."""
+        if self.enabled:
+            if sources_changed():
+                tell_once(
+                    "the files of attndsl are not those that this process has imported, or are in "
+                    "an archive: what it makes is kept in memory alone"
+                )
+            elif (entry := self._published(key, source, meta)) is not None:
+                self._memory.entries.pop(key, None)
                 return entry
-        if self._private is None:
-            self._private = Path(tempfile.mkdtemp(prefix="attndsl-"))
-            weakref.finalize(self, shutil.rmtree, self._private, ignore_errors=True)
-        return _write(self._private, key, source, meta)
+        return self._memory.save(key, source, meta)
+
+    def _published(self, key: str, source: str, meta: Mapping[str, object]) -> Entry | None:
+        described = entry_text(key, source, meta)
+        try:
+            with open_folder(self.folder, make=True) as folder:
+                _write(folder, key, source, described)
+                with contextlib.suppress(OSError):
+                    if self._lists_after(len(source) + len(described)):
+                        _evict(folder, self.limit)
+        except (OSError, ConfigError) as error:
+            self._warn(f"cannot keep kernels in {self.folder}: {reason(error)}; they are made anew")
+            return None
+        return Entry(self.folder / f"{key}.py", source, dict(meta))
 
     def entries(self) -> list[EntryInfo]:
-        """All entries, the most recently used first."""
-        found = [
-            EntryInfo(key, *_described(self.folder, key, files))
-            for key, files in self._files().items()
-            if f"{key}.json" in files.names
-        ]
+        """All entries, the most recently used first; none of a folder that others may write to."""
+        try:
+            with open_folder(self.folder) as folder:
+                found = [
+                    EntryInfo(key, *_described(folder, key, files))
+                    for key, files in _files(folder).items()
+                    if f"{key}.json" in files.names
+                ]
+        except (OSError, ConfigError) as error:
+            self._warn_of(error)
+            return []
         return sorted(found, key=lambda entry: -entry.used)
 
     def clear(self) -> Removal:
@@ -186,86 +220,41 @@ class KernelCache:
         return self._removal(self.limit if limit is None else limit)
 
     def _removal(self, limit: int) -> Removal:
-        removed: list[_Files] = []
         try:
-            removed = self._evict(limit)
-            foreign = sorted(
-                each.name
-                for each in _scan(self.folder)
-                if not _is_own(each) and each.name != IMPORTED
-            )
-        except OSError as error:
+            with open_folder(self.folder) as folder:
+                removed = _evict(folder, limit)
+                foreign = sorted(
+                    name
+                    for name, status in folder.scan()
+                    if not _is_own(name, status) and name != IMPORTED
+                )
+        except FileNotFoundError:
+            return Removal(0, 0, ())
+        except (OSError, ConfigError) as error:
+            hint = error.hint if isinstance(error, ConfigError) else None
             raise ConfigError(
-                f"cannot remove entries of {self.folder}: {error.strerror or error}"
+                f"cannot remove entries of {self.folder}: {reason(error)}", hint=hint
             ) from error
         return Removal(len(removed), sum(files.bytes for files in removed), tuple(foreign))
-
-    def _files(self) -> dict[str, _Files]:
-        """The cache's files by key."""
-        found: dict[str, _Files] = {}
-        for each in _scan(self.folder):
-            if not _is_own(each):
-                continue
-            with contextlib.suppress(FileNotFoundError):  # Another process has removed it.
-                status, key = each.stat(), each.name[:_KEY_LENGTH]
-                before = found.get(key, _Files())
-                found[key] = _Files(
-                    (*before.names, each.name),
-                    before.bytes + status.st_size,
-                    # Reading an entry touches its .json alone, which is younger than its .py.
-                    max(before.used, status.st_mtime),
-                )
-        return found
 
     def make_folder(self) -> None:
         """Have the folder, with no rights for others.
 
         Raises:
-            OSError: It cannot be had, or others may write to it.
+            OSError, ConfigError: It cannot be had, or others may write to it.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not self._trusted():
-            raise PermissionError("others may write to it")
-
-    def _trusted(self) -> bool:
-        """Whether only this user can have written what lies there (entries are imported)."""
-        try:
-            found = self.folder.stat()
-        except OSError:
-            return False
-        own = not hasattr(os, "getuid") or found.st_uid == os.getuid()
-        if own and not found.st_mode & _SHARED_WRITE:
-            return True
-        self._warn(f"{self.folder} belongs to another user or is writable by others; not used")
-        return False
+        open_folder(self.folder, make=True).close()
 
     def _lists_after(self, written: int) -> bool:
         """Whether the writer of ``written`` bytes lists the folder, drawn by chance."""
         return _CHANCE.random() * self.limit < written * _LISTINGS
 
-    def _remove(self, key: str, more: Iterable[str] = ()) -> None:
-        """Remove the entry of ``key``, and files of its writers that were killed."""
-        # The .json first: without it the others are no entry.
-        for name in dict.fromkeys((f"{key}.json", f"{key}.py", *more)):
-            path = self.folder / name
-            # A folder or a link of this name is not the cache's.
-            with contextlib.suppress(FileNotFoundError):
-                if stat.S_ISREG(path.lstat().st_mode):
-                    path.unlink()
-
-    def _evict(self, limit: int) -> list[_Files]:
-        """Remove the least recently used entries, so that at most ``limit`` bytes stay.
-
-        Raises:
-            OSError: A file cannot be removed.
-        """
-        removed, total = [], 0
-        for key, files in sorted(self._files().items(), key=lambda item: -item[1].used):
-            total += files.bytes
-            if total > limit or not limit:
-                self._remove(key, files.names)
-                removed.append(files)
-        return removed
+    def _warn_of(self, error: OSError | ConfigError) -> None:
+        """Tell why the folder is not read, unless nothing is there."""
+        if isinstance(error, ConfigError):
+            self._warn(f"{error.message}; not used")
+        elif not isinstance(error, FileNotFoundError | NotADirectoryError):
+            self._warn(f"cannot read kernels in {self.folder}: {reason(error)}; they are made anew")
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -273,42 +262,71 @@ class KernelCache:
             warnings.warn(text, CacheWarning, stacklevel=3)
 
 
-def _scan(folder: Path) -> list[os.DirEntry[str]]:
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as entries:
-        return list(entries)
+def reason(error: OSError | ValueError) -> str:
+    """What an error says, without a hint."""
+    if isinstance(error, ConfigError):
+        return error.message
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _size(path: Path) -> int:
-    """Bytes of the entry whose text is at ``path``."""
-    return path.stat().st_size + path.with_suffix(".json").stat().st_size
+def _files(folder: OwnedFolder) -> dict[str, _Files]:
+    """The cache's files by key."""
+    found: dict[str, _Files] = {}
+    for name, status in folder.scan():
+        if _is_own(name, status):
+            key = name[:_KEY_LENGTH]
+            before = found.get(key, _Files())
+            found[key] = _Files(
+                (*before.names, name),
+                before.bytes + status.st_size,
+                # Reading an entry touches its .json alone, which is younger than its .py.
+                max(before.used, status.st_mtime),
+            )
+    return found
 
 
-def _is_own(entry: os.DirEntry[str]) -> bool:
-    return _OWN.fullmatch(entry.name) is not None and entry.is_file(follow_symlinks=False)
-
-
-def _read(folder: Path, key: str) -> Entry | None:
-    """The entry of ``key`` in ``folder``, marked as used, or None where there is no such entry.
+def _evict(folder: OwnedFolder, limit: int) -> list[_Files]:
+    """Remove the least recently used entries, so that at most ``limit`` bytes stay.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is not as it was written.
+        OSError: A file cannot be removed.
     """
-    path = folder / f"{key}.json"
-    if not os.path.lexists(path):
-        return None
+    removed, total = [], 0
+    for key, files in sorted(_files(folder).items(), key=lambda item: -item[1].used):
+        total += files.bytes
+        if total > limit or not limit:
+            _remove(folder, key, files.names)
+            removed.append(files)
+    return removed
+
+
+def _remove(folder: OwnedFolder, key: str, more: Iterable[str] = ()) -> None:
+    """Remove the entry of ``key``, and files of its writers that were killed."""
+    # The .json first: without it the others are no entry.
+    for name in dict.fromkeys((f"{key}.json", f"{key}.py", *more)):
+        folder.remove(name)
+
+
+def _is_own(name: str, status: os.stat_result) -> bool:
+    return _OWN.fullmatch(name) is not None and stat.S_ISREG(status.st_mode)
+
+
+def _read(folder: OwnedFolder, key: str) -> Entry:
+    """The entry of ``key`` in ``folder``, marked as used.
+
+    Raises:
+        OSError: It is not there, or cannot be read.
+        ValueError: It is not as it was written, or others may have written it.
+    """
     entry = _verified(folder, key)
     with contextlib.suppress(OSError):
-        os.utime(path)
+        folder.touch(f"{key}.json")
     return entry
 
 
-def _verified(folder: Path, key: str) -> Entry:
-    path = folder / f"{key}.py"
-    content, source = (_read_file(each) for each in (folder / f"{key}.json", path))
-    return verified_entry(path, key, content, source)
+def _verified(folder: OwnedFolder, key: str) -> Entry:
+    content, source = (folder.read(f"{key}{end}", _MAX_FILE) for end in (".json", ".py"))
+    return verified_entry(folder.path / f"{key}.py", key, content, source)
 
 
 def verified_entry(path: Path, key: str, content: bytes, source: bytes) -> Entry:
@@ -333,13 +351,7 @@ def verified_entry(path: Path, key: str, content: bytes, source: bytes) -> Entry
     return Entry(path, source.decode(), meta)
 
 
-def _read_file(path: Path) -> bytes:
-    if path.is_symlink():
-        raise ValueError(f"{path.name} is a link")
-    return read_bytes(path, _MAX_FILE)
-
-
-def _described(folder: Path, key: str, files: _Files) -> tuple[str, int, float, About]:
+def _described(folder: OwnedFolder, key: str, files: _Files) -> tuple[str, int, float, About]:
     """What a listing shows of an entry."""
     try:
         meta = _verified(folder, key).meta
@@ -368,21 +380,19 @@ def _about(found: object) -> About:
     return About(**kept)
 
 
-def _write(folder: Path, key: str, source: str, meta: Mapping[str, object]) -> Entry:
-    path = folder / f"{key}.py"
-    described = entry_text(key, source, meta)
+def _write(folder: OwnedFolder, key: str, source: str, described: str) -> None:
+    text, content = f"{key}.py", source.encode()
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            if not _holds(path, source):
-                _publish(path, source)
-            _publish(folder / f"{key}.json", described)
+            if not _holds(folder, text, content):
+                folder.publish(text, content)
+            folder.publish(f"{key}.json", described.encode())
         except FileNotFoundError:  # Another process has removed what was half written.
             if attempt == _ATTEMPTS:
                 raise
         else:
-            if _holds(path, source):
+            if _holds(folder, text, content):
                 break
-    return Entry(path, source, dict(meta))
 
 
 def entry_text(key: str, source: str, meta: Mapping[str, object]) -> str:
@@ -393,31 +403,12 @@ def entry_text(key: str, source: str, meta: Mapping[str, object]) -> str:
     return f'{{"sha256": "{_digest(rest.encode(), source.encode())}",\n{rest}'
 
 
-def _holds(path: Path, text: str) -> bool:
-    """Whether ``text`` is the content of the file at ``path``."""
+def _holds(folder: OwnedFolder, name: str, content: bytes) -> bool:
+    """Whether ``content`` is that of the file ``name``."""
     try:
-        return _read_file(path) == text.encode()
+        return folder.read(name, len(content)) == content
     except (OSError, ValueError):
         return False
-
-
-def _publish(path: Path, text: str) -> None:
-    """Put ``text`` at ``path`` so that readers see all of it or nothing.
-
-    Raises:
-        OSError: It cannot be written, or something of that name is not a file of the cache.
-    """
-    if path.is_symlink():
-        raise FileExistsError(f"{path.name} is a link")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _digest(rest: bytes, source: bytes) -> str:

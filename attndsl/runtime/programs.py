@@ -17,8 +17,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attndsl.backends.base import SHORT_FORM, About, Written
-from attndsl.backends.key import source_fingerprint, version_of
+from attndsl.backends.key import version_of
 from attndsl.errors import AttnDSLError, ProgramWarning, UnusedWarning
+from attndsl.fingerprint import source_fingerprint
 from attndsl.frontend.declare import Absent, Bound, ParamSpec, TensorSpec
 from attndsl.logs import LOG
 from attndsl.passes.print_ir import short_form

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import linecache
+import os
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +20,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import triton_key
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from attndsl.errors import BackendError
+from attndsl.errors import BackendError, ConfigError
+from attndsl.logs import LOG
 
 from ..emit.parsing import parsing
 from .config import Config
@@ -25,7 +29,6 @@ from .side_by_side import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from triton.backends.compiler import GPUTarget
 
@@ -187,6 +190,7 @@ def build(
 
     Raises:
         BackendError: None fits; says what each lacked.
+        ConfigError: Triton cannot write its files.
     """
     if target is None:
         config = configs[0]
@@ -204,6 +208,12 @@ def build(
         except (OutOfResources, PTXASError) as refusal:
             refusals.append(f"{config}: {refusal}")
             continue
+        except OSError as failure:
+            raise ConfigError(
+                f"Triton cannot write what it compiles: {failure}",
+                hint="make room, or name other folders by TRITON_CACHE_DIR and TMPDIR; "
+                "backend='reference' needs none",
+            ) from failure
         except RuntimeError as failure:
             # A pass of the compiler itself: Triton 3.6 to pipeline some lookups that a mask guards
             # which reads the score; with fewer stages it succeeds.
@@ -218,37 +228,68 @@ def build(
     )
 
 
-def record(executable: Executable) -> dict[str, object]:
-    """What :func:`restore` needs to find the compiled code again, as JSON values."""
+def record(executable: Executable) -> dict[str, object] | None:
+    """What :func:`restore` needs to find the compiled code again, as JSON values.
+
+    None where Triton's files are gone, or are no longer those that it has read.
+    """
     kernel = executable.kernel
     files = {
         name: str(path)
         for name, path in kernel.metadata_group.items()
         if name.endswith((".json", ".cubin", ".hsaco")) and not name.startswith("__grp__")
     }
-    return {"config": asdict(executable.config), "hash": kernel.hash, "files": files}
+    try:
+        digests = _digests(kernel, files)
+    except (OSError, ValueError) as error:
+        LOG.info("compiled code is not kept: %s", error)
+        return None
+    config = asdict(executable.config)
+    return {"config": config, "hash": kernel.hash, "files": files, "sha256": digests}
 
 
 def restore(
     function: object, arguments: Sequence[Argument], recorded: Mapping[str, Any]
 ) -> Executable | None:
-    """The executable of an earlier process, or None where its compiled code is gone.
+    """The executable of an earlier process, or None where its compiled code is gone or another.
 
     Triton would find the code in its own cache too, but hashes its whole installation first, which
     takes longer than all else of a warm start.
     """
     try:
         config = Config(**recorded["config"])
+        # A kernel of Triton's that is made half-way says so on stderr when it is collected.
+        if not all(map(os.path.exists, recorded["files"].values())):
+            return None
         source = _source(function, arguments)
         kernel = CompiledKernel(source, recorded["files"], recorded["hash"])
-        # Of bundles: whoever changed the file after it was checked does not have it run.
-        digests = recorded.get("sha256")
-        if digests is not None and hashlib.sha256(kernel.kernel).hexdigest() not in digests:
+        # Whoever changed a file after it was recorded does not have it run.
+        if _digests(kernel, recorded["files"]) != recorded["sha256"]:
             return None
         kernel._init_handles()
     except (OSError, KeyError, TypeError, ValueError, StopIteration, RuntimeError):
         return None
     return Executable(kernel, config, False, _constants(arguments))
+
+
+def _digests(kernel: Any, files: Mapping[str, str]) -> list[str]:
+    """SHA-256 of each of the files that Triton has read ``kernel`` from.
+
+    Raises:
+        OSError: One is gone.
+        ValueError: One does not say what Triton has read.
+    """
+    found = []
+    for name, path in files.items():
+        content = kernel.kernel
+        if name.endswith(".json"):
+            content = Path(path).read_bytes()
+            # As Triton has written it.
+            read = json.dumps(kernel.metadata._asdict(), default=vars)
+            if json.loads(content) != json.loads(read):
+                raise ValueError(f"{path} has changed")
+        found.append(hashlib.sha256(content).hexdigest())
+    return found
 
 
 def _constants(arguments: Sequence[Argument]) -> tuple[object, ...]:

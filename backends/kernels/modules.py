@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 
 from attndsl.errors import BackendError
+from attndsl.fingerprint import source_fingerprint
 from attndsl.ir import leaf_names
 from attndsl.logs import LOG
 from attndsl.passes.print_ir import short_form
@@ -18,7 +19,7 @@ from ..base import SHORT_FORM, About
 from ..emit.facts import for_lists
 from ..emit.loops import row_width
 from ..emit.tile_lists import generate_lists
-from ..key import KernelKey, source_fingerprint, version_of
+from ..key import KernelKey, version_of
 from .arguments import arguments_of
 from .compile import (
     Executable,
@@ -423,8 +424,8 @@ class Modules:
                 load=True, compiled=compiled,
             )  # fmt: skip
             self.built += 1
-            if machine.target is not None:
-                module.meta["compiled"][slot] = record(executable)
+            if machine.target is not None and (made := record(executable)) is not None:
+                module.meta["compiled"][slot] = made
                 self._store.save(module.key, module.source, module.meta)
         self._executables[place] = executable
         return executable

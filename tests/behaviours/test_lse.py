@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attndsl
+from attndsl.runtime.dispatch import get_backend
 
 CAUSAL = "mask = q >= kv; score = score * 1.25"
 
@@ -51,6 +52,55 @@ def test_lse_alone(check, place, factor):
     assert (grads[1][2] == 0).all()
     for found, expected in zip(grads[1], grads[0], strict=True):
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+def _negated(grad):
+    """``grad``, whose signs torch has yet to change."""
+    return torch._neg_view(-grad)
+
+
+def _at_an_odd_address(grad):
+    """``grad``, as gradients of what was joined are: parts of larger ones."""
+    return torch.cat([grad.new_zeros(1), grad.flatten()])[1:].view(grad.shape)
+
+
+def _of_other_strides(grad):
+    return grad.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("laid", [_negated, _at_an_odd_address, _of_other_strides])
+@pytest.mark.parametrize("with_out", [True, False])
+def test_a_gradient_of_the_lse_may_lie_in_any_way(check, place, laid, with_out):
+    inputs = check.inputs(place, torch.float32, with_lse=True)
+    found = []
+    for backend, given in (("reference", inputs.grad_lse), (place.backend, laid(inputs.grad_lse))):
+        leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        out, lse = attndsl.compile(CAUSAL, backend=backend)(*leaves, return_lse=True)
+        results, grads = (lse, out)[: 1 + with_out], (given, inputs.grad_out)[: 1 + with_out]
+        found.append(torch.autograd.grad(results, leaves, grads))
+    assert torch.equal(laid(inputs.grad_lse), inputs.grad_lse)
+    for own, expected in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(own, expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("laid", [_negated, _at_an_odd_address])
+def test_kernels_are_given_gradients_of_the_lse_as_they_read_them(laid, device, monkeypatch):
+    """In fours, from addresses that an allocation has, by what is stored."""
+    backend = get_backend("triton")
+    made, seen = type(backend).backward, []
+
+    def noted(own, lowered, call, results):
+        seen.append(results.grad_lse)
+        return made(own, lowered, call, results)
+
+    monkeypatch.setattr(type(backend), "backward", noted)
+    q = torch.randn(1, 2, 5, 16, device=device, requires_grad=True)
+    lse = attndsl.compile(CAUSAL, backend="triton")(q, q, q, return_lse=True)[1]
+    grad = torch.randn_like(lse)
+    lse.backward(laid(grad))
+    assert torch.equal(seen[0], grad)
+    assert seen[0].is_contiguous()
+    assert (seen[0].is_neg(), seen[0].data_ptr() % 16) == (False, 0)
 
 
 @pytest.mark.few_when_interpreted(dtype=["fp32"])

@@ -200,3 +200,32 @@ def test_keys_in_parts_of_some_heads_put_together(backend):
     torch.testing.assert_close(lse, whole[1][:, 2:])
     found, wanted = (torch.autograd.grad(x.sum(), s)[0] for x in (lse, whole[1][:, 2:]))
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shares_of_either_side_of_a_product_of_rows(backend):
+    """Rows of q are the left side's, keys the right side's; each may be the part's own."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 10, 8, generator=generator) for _ in range(3))
+    rows, keys = (torch.randn(4, 10, 3, generator=generator) for _ in range(2))
+    attention = attndsl.compile(
+        "tensor rows[heads, q_len, n]: float; tensor keys[heads, kv_len, n]: float\n"
+        "score = score + dot(rows[h, q, :], keys[h, kv, :])",
+        backend=backend,
+    )
+    whole = attention(q, k, v, rows=rows, keys=keys)
+    found = attention(
+        q[:, 1:3, 2:7], k[:, 1:3], v[:, 1:3], rows=rows[1:3, 2:7], keys=keys[1:3], h_offset=1,
+        heads=4, kv_heads=4, q_offset=2, q_len=10,
+    )  # fmt: skip
+    torch.testing.assert_close(found, whole[:, 1:3, 2:7], atol=1e-5, rtol=1e-5)
+    parts = [
+        attention(
+            q, k[:, :, cut], v[:, :, cut], rows=rows, keys=keys[:, cut], kv_offset=cut.start,
+            kv_len=10, return_lse=True,
+        )
+        for cut in (slice(0, 4), slice(4, 10))
+    ]  # fmt: skip
+    outs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
+    weights = torch.softmax(lses, 0)[..., None]
+    torch.testing.assert_close((weights * outs).sum(0), whole, atol=1e-5, rtol=1e-5)

@@ -13,6 +13,7 @@ PROGRAMS = {
     "by batch and head": "tensor s[batch, heads]: float; sink = 2 * s[b, h]",
     "product": "tensor s[heads]: float; mask = kv < q - 5; sink = s[h] * s[h] - 1",
     "in the score too": "tensor s[heads]: float; score = s[h] * score; sink = s[h]",
+    "a param": "param a: float; mask = q >= kv; sink = a",
     "with alibi": "tensor s[heads]: float; mask = causal(); score = score + alibi(); sink = s[h]",
     "with a row's bias": (
         "tensor s[heads]: float; param a: float; score = score + a * q; sink = s[h] + a"

@@ -18,8 +18,9 @@ import pytest
 
 import attndsl
 from attndsl import cli, settings
-from attndsl.backends.key import KernelKey, source_fingerprint, version_of
+from attndsl.backends.key import KernelKey, version_of
 from attndsl.errors import CacheWarning, ConfigError
+from attndsl.fingerprint import source_fingerprint
 from attndsl.runtime import bundled, bundles
 from attndsl.runtime.bundled import BundledCache, import_bundle, imported_places, remove_imported
 from attndsl.runtime.bundles import Versions, open_bundle
@@ -152,6 +153,19 @@ def test_a_launcher_is_found_by_either_name_of_the_platform(store, folder, tmp_p
     assert store.load(KEY) is not None
     found = sorted(path.parent.name for path in (tmp_path / "tc").glob("*/launcher*"))
     assert found == ["KEY", "TWIN"]
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link", "a longer file"])
+def test_a_launcher_of_another_content_is_replaced(kind, store, folder, tmp_path) -> None:
+    path, there = tmp_path / "tc" / "KEY" / f"launcher{SUFFIX}", tmp_path / "there"
+    path.parent.mkdir(parents=True)
+    there.write_bytes(b"library")
+    path.symlink_to(there) if kind == "a link" else path.write_bytes(b"LIBRARY" * (len(kind) - 5))
+    assert store.load(KEY) is not None
+    assert (path.read_bytes(), path.is_symlink()) == (b"library", False)
+    before = path.stat()
+    assert store.load(KEY) is not None
+    assert path.stat().st_mtime_ns == before.st_mtime_ns, "it is not written again"
 
 
 def test_a_launcher_of_another_python_is_left(store, folder, tmp_path) -> None:

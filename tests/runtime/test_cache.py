@@ -9,9 +9,12 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
-from typing import TYPE_CHECKING
+import warnings
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +26,7 @@ from attndsl.backends.key import FORMAT_VERSION
 from attndsl.errors import CacheWarning
 from attndsl.runtime import cache as cache_module
 from attndsl.runtime.cache import KernelCache
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from attndsl.runtime.owned_folder import OwnedFolder
 
 KEY = "a" * 64
 
@@ -186,56 +187,143 @@ def _attention_works() -> None:
     assert attention(q, q, q).isfinite().all()
 
 
-def test_a_full_disk_does_not_fail_the_call(cache: KernelCache, monkeypatch) -> None:
-    def full(path: Path, text: str) -> None:
-        if path.parent == cache.folder:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        path.write_text(text)
-
-    monkeypatch.setattr(cache_module, "_publish", full)
-    with pytest.warns(CacheWarning, match="No space left"):
-        entry = cache.save(KEY, "x = 1\n", {})
-    assert entry.path.read_text() == "x = 1\n"
-    assert cache.load(KEY) == entry
-    assert list(cache.folder.glob("*.json")) == []
+WRITE_ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]
 
 
-@pytest.mark.parametrize("kind", ["a file", "read-only", "shared"])
-def test_folders_that_cannot_be_used_do_not_fail_the_call(
-    tmp_path: Path, monkeypatch, kind: str
+@pytest.mark.parametrize("number", WRITE_ERRORS, ids=lambda n: errno.errorcode[n])
+@pytest.mark.parametrize("place", ["open", "write", "close", "replace"])
+def test_what_cannot_be_written_is_kept_in_memory(
+    cache: KernelCache, monkeypatch, number: int, place: str
 ) -> None:
-    folder = tmp_path / "cache"
-    if kind == "a file":
-        folder.write_text("")
+    cache.make_folder()
+    with monkeypatch.context() as patched:
+        _fail_to_write(patched, number, place)
+        with pytest.warns(CacheWarning, match=os.strerror(number)):
+            entry = cache.save(KEY, "x = 1\n", {"number": (1, 2)})
+    assert (entry.source, entry.meta) == ("x = 1\n", {"number": [1, 2]})
+    assert cache.load(KEY) == entry
+    assert list(cache.folder.iterdir()) == []
+    again = cache.save(KEY, "x = 2\n", {})
+    assert again.path.parent == cache.folder
+    assert cache.load(KEY) == again
+
+
+def _fail_to_write(monkeypatch: pytest.MonkeyPatch, number: int, place: str) -> None:
+    """Have writes of files fail, wherever these lie: where they begin, go on, or end."""
+    opened, fdopen = os.open, os.fdopen
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def opens(path: str, flags: int, *more: object, **options: object) -> int:
+        return fails() if flags & os.O_CREAT else opened(path, flags, *more, **options)
+
+    class Broken:
+        def __init__(self, handle: int, mode: str, **_: object) -> None:
+            self.file = fdopen(handle, mode)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+            if place == "close":
+                fails()
+
+        def write(self, content: bytes) -> None:
+            fails() if place == "write" else self.file.write(content)
+
+    if place == "open":
+        monkeypatch.setattr(os, "open", opens)
+    elif place == "replace":
+        monkeypatch.setattr(os, "replace", fails)
     else:
-        folder.mkdir(mode=0o700)
-    if kind == "shared":
-        folder.chmod(0o777)
-    if kind == "read-only":
+        monkeypatch.setattr(os, "fdopen", Broken)
 
-        def refuse(path: Path, text: str) -> None:
-            if path.parent == folder:
-                raise OSError(errno.EROFS, "Read-only file system")
-            path.write_text(text)
 
-        monkeypatch.setattr(cache_module, "_publish", refuse)
+@pytest.mark.parametrize("kept", [True, False])
+def test_calls_need_no_disk_at_all(tmp_path: Path, monkeypatch, kept: bool) -> None:
+    """Neither the cache's nor that of temporary files."""
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("ATTNDSL_CACHE", str(int(kept)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    _fail_to_write(monkeypatch, errno.ENOSPC, "open")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        if not kept:
+            _attention_works()
+            return
+    with pytest.warns(CacheWarning, match="No space left"):
+        _attention_works()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="mounts a file system")
+def test_calls_need_no_room_for_files(tmp_path: Path) -> None:
+    place = tmp_path / "full"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "none", place])
+    if done.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        with suppress(OSError):
+            (place / "all").write_bytes(b"x" * 8192)
+        found = run_python(MASKED, env=_environment(place / "cache") | {"TMPDIR": str(place)})
+    finally:
+        subprocess.run(["umount", place], check=True)
+    assert (found.returncode, found.stdout) == (0, "7\n"), found.stderr
+    assert "No space left on device" in found.stderr
+
+
+UNUSABLE = {
+    "a file": lambda f: (f.parent.mkdir(), f.write_text("")),
+    "a file above": lambda f: f.parent.write_text(""),
+    "shared": lambda f: (f.mkdir(parents=True), f.chmod(0o777)),
+    "shared by a group": lambda f: (f.mkdir(parents=True), f.chmod(0o770)),
+    "a link in a circle": lambda f: (f.parent.mkdir(), f.symlink_to(f)),
+    "a pipe": lambda f: (f.parent.mkdir(), os.mkfifo(f)),
+}
+
+
+@pytest.mark.parametrize("make", UNUSABLE.values(), ids=UNUSABLE)
+def test_folders_that_cannot_be_used_do_not_fail_the_call(tmp_path: Path, monkeypatch, make):
+    folder = tmp_path / "above" / "cache"
+    make(folder)
     monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(folder))
     with pytest.warns(CacheWarning):
         _attention_works()
-    assert not folder.is_dir() or list(folder.glob("*.json")) == []
+    assert not folder.is_dir() or list(folder.iterdir()) == []
+
+
+def test_names_that_are_too_long_do_not_fail_the_call(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path / ("n" * 300)))
+    with pytest.warns(CacheWarning, match="name too long"):
+        _attention_works()
+
+
+def test_an_entry_that_cannot_be_read_now_is_not_removed(cache: KernelCache, monkeypatch) -> None:
+    cache.save(KEY, "x = 1\n", {})
+
+    def fails(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OwnedFolder, "read", fails)
+        with pytest.warns(CacheWarning, match="cannot read kernels in .*: Input/output error"):
+            assert cache.load(KEY) is None
+    assert cache.load(KEY).source == "x = 1\n"
 
 
 def test_writers_of_one_key_leave_a_whole_entry(cache: KernelCache, monkeypatch) -> None:
-    publish = cache_module._publish
+    publish = OwnedFolder.publish
     others = [1, 2]
 
-    def interrupted(path: Path, text: str) -> None:
-        publish(path, text)
-        if path.suffix == ".json" and others:
+    def interrupted(folder: OwnedFolder, name: str, content: bytes) -> None:
+        publish(folder, name, content)
+        if name.endswith(".json") and others:
             # Another writer comes as far as its text here, and publishes its .json later.
-            publish(path.with_suffix(".py"), f"x = {others.pop()}\n")
+            publish(folder, f"{KEY}.py", f"x = {others.pop()}\n".encode())
 
-    monkeypatch.setattr(cache_module, "_publish", interrupted)
+    monkeypatch.setattr(OwnedFolder, "publish", interrupted)
     entry = cache.save(KEY, "x = 7\n", {"kind": "forward"})
     assert not others
     assert cache.load(KEY) == entry
@@ -243,13 +331,13 @@ def test_writers_of_one_key_leave_a_whole_entry(cache: KernelCache, monkeypatch)
 
 def test_a_text_that_is_there_already_is_not_written(cache: KernelCache, monkeypatch) -> None:
     cache.save(KEY, "x = 1\n", {"number": 1})
-    publish, published = cache_module._publish, []
+    publish, published = OwnedFolder.publish, []
 
-    def noted(path: Path, text: str) -> None:
-        published.append(path.suffix)
-        publish(path, text)
+    def noted(folder: OwnedFolder, name: str, content: bytes) -> None:
+        published.append(Path(name).suffix)
+        publish(folder, name, content)
 
-    monkeypatch.setattr(cache_module, "_publish", noted)
+    monkeypatch.setattr(OwnedFolder, "publish", noted)
     cache.save(KEY, "x = 1\n", {"number": 2})
     assert published == [".json"]
     found = cache.load(KEY)
@@ -264,11 +352,11 @@ def test_a_folder_that_is_cleared_meanwhile_does_not_fail_the_writer(
 ) -> None:
     replace, cleared = os.replace, [1, 2]
 
-    def late(source: str, target: Path) -> None:
+    def late(source: str, target: str, **places: int) -> None:
         if cleared:
             cleared.pop()
             assert cache.clear().bytes
-        replace(source, target)
+        replace(source, target, **places)
 
     monkeypatch.setattr(os, "replace", late)
     entry = cache.save(KEY, "x = 1\n", {})
@@ -289,13 +377,13 @@ class Drawn:
 
 
 def test_a_writer_rarely_lists_the_folder(cache: KernelCache, monkeypatch) -> None:
-    scan, scanned = cache_module._scan, []
+    scan, scanned = OwnedFolder.scan, []
 
-    def noted(folder: Path) -> list[os.DirEntry[str]]:
+    def noted(folder: OwnedFolder) -> list[tuple[str, os.stat_result]]:
         scanned.append(folder)
         return scan(folder)
 
-    monkeypatch.setattr(cache_module, "_scan", noted)
+    monkeypatch.setattr(OwnedFolder, "scan", noted)
     size = sum(path.stat().st_size for path in _saved(cache, 0))
     # 64 times while as many bytes as the limit are written.
     chance = 64 * size / cache.limit
@@ -432,8 +520,6 @@ def test_killed_writers_leave_nothing_half_written(cache: KernelCache) -> None:
         child.wait()
         child.stdout.close()
     # An entry may have been caught between its two files: it is then reported, never used.
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheWarning)
         found = [cache.load(f"{number:064d}") for number in range(5)]
