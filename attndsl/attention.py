@@ -11,13 +11,14 @@ from torch.compiler import is_dynamo_compiling
 
 from attndsl.analysis import Analysis
 from attndsl.backends.base import NONE, Call, Signature
+from attndsl.backends.memory_order import rows_contiguous
 from attndsl.compiled import Traced, is_deterministic, without_tensors
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
 from attndsl.other_lengths import OtherLengths, Prepared
 from attndsl.repeated import Repeated
-from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous, scale_of
+from attndsl.runtime.arguments import autocast, joined, kinds_of, scale_of
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import check_has_seed, check_room
 from attndsl.runtime.bind import CallOptions, bind

@@ -60,11 +60,6 @@ def is_wide(name: str, dtype: object, own: torch.dtype) -> bool:
     )
 
 
-def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with last stride 1, copied where it has another."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
-
-
 def as_float(number: Any) -> float:
     """``number`` as a float; one that a graph leaves open stays open."""
     found: float = torch.sym_float(number)  # type: ignore[no-untyped-call]

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attndsl.backends.base import NONE, Call, ReadsPages
+from attndsl.backends.memory_order import rows_contiguous
 from attndsl.backends.requests import ChunkResults, Pages
 from attndsl.ir import TOKENS, size, toposort
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
-from .arguments import rows_contiguous, scale_of
+from .arguments import scale_of
 from .chunks import MOST_FEW, attend_chunks, found_chunks
 from .higher import is_transformed
 from .paged import PagedCache
