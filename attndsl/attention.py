@@ -42,7 +42,7 @@ from attndsl.runtime.sources import source_of
 from attndsl.runtime.steps import speaks_of_tokens
 from attndsl.runtime.tiles import given_tiles, tiles_key
 from attndsl.runtime.tuning import Tuning, tune
-from attndsl.runtime.values import check_values, needs_of_values, params_of_dims
+from attndsl.runtime.values import check_values, dims_key, needs_of_values, params_of_dims
 from attndsl.runtime.variants import dims_of_one, optional_names, sizes_of_operands
 from attndsl.serving import Serving
 from attndsl.views import Views
@@ -284,7 +284,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, deterministic, type(scale),
-            kinds, tuple(map(captures.get, self._dims)) if self._dims else None, out_dtype,
+            kinds, dims_key(self._dims, captures) if self._dims else None, out_dtype,
         )  # fmt: skip
         if (prepared := self._prepared.get(key)) is None:
             if captures:

@@ -37,6 +37,7 @@ from attndsl.operands import (
     unpacked,
 )
 from attndsl.operators import tell_counters
+from attndsl.scalars import number_key
 
 from .autograd import ALIGNED, settled
 from .bind import CallOptions, call_of
@@ -210,8 +211,8 @@ def _key_of(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[object, ..
     key = [what, tensors[0].device, *ints]
     for x in tensors:
         key += (x.shape, x.stride(), x.dtype)
-    if floats:  # 0.0 and -0.0 are equal, and not the same.
-        key += [x.hex() for x in floats]
+    if floats:
+        key += map(number_key, floats)
     if tensors[0].dtype is torch.float32:
         key.append(matmul_precision())
     return tuple(key)

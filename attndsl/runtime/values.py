@@ -13,10 +13,10 @@ import torch
 from attndsl.errors import ArgumentError
 from attndsl.ir import DType, Op, toposort
 from attndsl.passes.widths import POSITION_LIMIT
-from attndsl.scalars import as_int, as_number
+from attndsl.scalars import as_int, as_number, number_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from attndsl.backends.base import Call, Part, Scalar
     from attndsl.ir import Program
@@ -49,6 +49,11 @@ def params_of_dims(program: Program) -> tuple[str, ...]:
     dims = [dim for decl in program.tensors for dim in decl.dims]
     found = {str(item.value): None for item in toposort(*dims) if item.op is Op.PARAM}
     return tuple(found)
+
+
+def dims_key(names: Iterable[str], captures: Mapping[str, object]) -> tuple[object, ...]:
+    """What a key has of the params ``names``, on whose values declared dims depend."""
+    return tuple([number_key(captures.get(name)) for name in names])
 
 
 def check_int(name: str, value: object) -> None:
