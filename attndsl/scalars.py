@@ -48,7 +48,7 @@ def number_key(value: object) -> tuple[type, object]:
     """
     kind = type(value)
     if kind is float:
-        return kind, _bits(value)
+        return kind, _bits(value)  # type: ignore[arg-type]
     if kind in _PLAIN or kind is str or value is None:
         return kind, value
     if isinstance(value, complex):

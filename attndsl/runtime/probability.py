@@ -55,7 +55,7 @@ class _Reader:
         self.known = bool(self.params or self.sizes) and all(
             item.op is not Op.LOAD for item in items
         )
-        self.good: list[object] | None = None
+        self.good: list[tuple[type, object]] | None = None
 
     def check(self, call: Call) -> None:
         """As :func:`check_probability`."""
