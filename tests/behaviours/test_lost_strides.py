@@ -68,6 +68,14 @@ def test_operands_of_any_layout(text: str, dtype: torch.dtype, which: str, layou
         _check(attention, operands, [x.contiguous() for x in operands])
 
 
+def test_batch_entries_between_heads() -> None:
+    """Heads of a group, which lie on both sides of another batch entry."""
+    q = torch.randn(100).as_strided((2, 4, 1, 8), (24, 16, 1, 1))
+    k, v = torch.randn(2, 2, 2, 30, 8).unbind()
+    attention = attndsl.compile("score", backend="cpu")
+    _check(attention, [q, k, v], [q.contiguous(), k, v])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", "qkv")
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
