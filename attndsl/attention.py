@@ -11,13 +11,14 @@ from torch.compiler import is_dynamo_compiling
 
 from attndsl.analysis import Analysis
 from attndsl.backends.base import NONE, Call, Signature
+from attndsl.backends.memory_order import rows_contiguous
 from attndsl.compiled import Traced, is_deterministic, without_tensors
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
 from attndsl.other_lengths import OtherLengths, Prepared
 from attndsl.repeated import Repeated
-from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous, scale_of
+from attndsl.runtime.arguments import autocast, joined, kinds_of, scale_of
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import check_has_seed, check_room
 from attndsl.runtime.bind import CallOptions, bind
@@ -41,7 +42,7 @@ from attndsl.runtime.sources import source_of
 from attndsl.runtime.steps import speaks_of_tokens
 from attndsl.runtime.tiles import given_tiles, tiles_key
 from attndsl.runtime.tuning import Tuning, tune
-from attndsl.runtime.values import check_values, needs_of_values, params_of_dims
+from attndsl.runtime.values import check_values, dims_key, needs_of_values, params_of_dims
 from attndsl.runtime.variants import dims_of_one, optional_names, sizes_of_operands
 from attndsl.serving import Serving
 from attndsl.views import Views
@@ -283,7 +284,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, deterministic, type(scale),
-            kinds, tuple(map(captures.get, self._dims)) if self._dims else None, out_dtype,
+            kinds, dims_key(self._dims, captures) if self._dims else None, out_dtype,
         )  # fmt: skip
         if (prepared := self._prepared.get(key)) is None:
             if captures:

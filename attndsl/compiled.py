@@ -42,7 +42,7 @@ from attndsl.runtime.programs import (
     spec_of_variant,
 )
 from attndsl.runtime.tiles import given_tiles, verify_if_asked
-from attndsl.runtime.values import Values, check_values, params_of_dims
+from attndsl.runtime.values import Values, check_values, dims_key, params_of_dims
 from attndsl.runtime.variants import absent_names, dims_of_one, sizes_of_operands
 from attndsl.source import NAME_LENGTH, shorten
 
@@ -417,7 +417,7 @@ class Compiled:
         kinds = kinds_of(numbers, None, captures, location.numbers(program))
         operands = [y for x in (q, k, v) for y in (x.shape, x.stride(), x.dtype, x.device)]
         options = arguments.get("deterministic"), arguments.get("out_dtype")
-        dims = tuple(map(captures.get, params_of_dims(program)))
+        dims = dims_key(params_of_dims(program), captures)
         return *operands, type(arguments.get("scale")), *options, kinds, dims
 
     def _dispatched(self, call: Call) -> tuple[Backend, Lowered, Call]:

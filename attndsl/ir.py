@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from attndsl.scalars import number_key
+
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping
 
@@ -173,7 +175,7 @@ def node(
 def _interned_node(
     op: Op, args: tuple[Node, ...], value: Literal | None, dtype: DType, span: Span | None
 ) -> Node:
-    key = (op, dtype, args, type(value), repr(value))
+    key = (op, dtype, args, *number_key(value))
     with _intern_lock:
         found = _interned.get(key)
         if found is None:
@@ -387,12 +389,17 @@ class ParamDecl:
 
     name: str
     dtype: DType
-    default: bool | int | float | None = None
+    default: bool | int | float | None = field(default=None, compare=False)
     span: Span | None = field(default=None, compare=False, repr=False)
     is_position: bool = False
     """Whether values are lengths or positions: ints below 2**30 in size."""
     optional: bool = field(default=False, compare=False)
     """Whether calls may leave it out. They are calls of another program then, without it."""
+    default_key: object = field(init=False, repr=False)
+    """As which declarations with this default are equal."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "default_key", number_key(self.default))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 
 from attndsl.compiled import is_deterministic
 from attndsl.runtime.programs import pointing_into
+from attndsl.scalars import number_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,7 +126,7 @@ def _signature(operands: Operands, captures: Mapping[str, Any]) -> tuple[object,
         if isinstance(x, torch.Tensor):
             found += (type(x), x.shape, x.stride(), x.dtype, x.device)
         else:
-            found += (type(x), x)
+            found.append(number_key(x))
     return (*captures, *found)
 
 

@@ -1,4 +1,4 @@
-"""Numbers as users have them: written, of Python, of numpy, and whole floats for ints.
+"""Numbers as users have them: written, of Python, of numpy, and whole floats for ints; and as keys.
 
 Numpy is never imported: where it has not been, there are no numbers of it. Torch is none of this
 module's business, and its 0-d tensors are no numbers here.
@@ -37,6 +37,31 @@ def as_number(value: object) -> bool | int | float | None:
         return float(value) if isinstance(value, Real) else None
     except OverflowError:
         return None
+
+
+def number_key(value: object) -> tuple[type, object]:
+    """The part that ``value`` has in the key of something that is kept: its type and its bits.
+
+    Programs tell ``0.0`` from ``-0.0``, and True from 1 and 1.0, which are equal. They do not tell
+    NaNs apart, and these equal nothing, so that what is kept by one would never be found again.
+    Others than numbers stand for themselves.
+    """
+    kind = type(value)
+    if kind is float:
+        return kind, _bits(value)  # type: ignore[arg-type]
+    if kind in _PLAIN or kind is str or value is None:
+        return kind, value
+    if isinstance(value, complex):
+        return kind, (_bits(value.real), _bits(value.imag))
+    number = as_number(value)
+    if number is None:
+        return kind, value
+    return kind, _bits(number) if isinstance(number, float) else number
+
+
+def _bits(number: float) -> tuple[float | None, float]:
+    """The number and its sign, which graphs of torch.compile can follow; one pair for all NaNs."""
+    return (number, math.copysign(1.0, number)) if number == number else (None, 1.0)
 
 
 def as_int(value: object) -> int | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attndsl.backends.base import NONE, ReadsPages, Signature
+from attndsl.backends.memory_order import rows_contiguous
 from attndsl.compiled import Compiled
 from attndsl.errors import (
     ArgumentError,
@@ -15,7 +16,7 @@ from attndsl.errors import (
 )
 from attndsl.logs import tell_once
 from attndsl.runtime.appending import FP8
-from attndsl.runtime.arguments import is_wide, rows_contiguous
+from attndsl.runtime.arguments import is_wide
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.chunks import (

@@ -1,4 +1,8 @@
-"""How results lie in memory: as the input that they belong to.
+"""How tensors lie in memory: rows that kernels read, and results as the input that they belong to.
+
+Kernels read rows whose elements lie side by side. :func:`rows_contiguous` sees to that, after the
+last conversion: torch lays out copies by the order of strides, in which the last dim need not be
+the innermost one where dims are expanded or rows overlap.
 
 An output has the order of q's dims, and a gradient has the order of its input's dims. Results are
 dense, and the last dim is the innermost one. The order is the one that ``torch.empty_like`` gives:
@@ -54,6 +58,26 @@ class ResultOrders:
     def longest_step(self) -> int:
         """Elements from one row of a result to the next, of the result with the most."""
         return max(each.strides[2] for each in (self.out, self.q, self.k, self.v))
+
+
+def rows_contiguous(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``tensor`` in ``dtype``, its own by default, with last stride 1; copied where need be."""
+    if dtype is not None and tensor.dtype is not dtype:
+        tensor = tensor.to(dtype)
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+
+
+def rows_apart(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as :func:`rows_contiguous`, whose ``torch.empty_like`` has last stride 1 too.
+
+    It has that where no two rows overlap, whatever the strides of dims of size 1 are.
+    """
+    if tensor.is_contiguous():
+        return tensor
+    width = tensor.shape[-1]
+    *steps, last = zip(tensor.stride(), tensor.shape, strict=True)
+    is_apart = last[0] == 1 and all(step >= width or size <= 1 for step, size in steps)
+    return tensor if is_apart else tensor.contiguous()
 
 
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch
 
 import attndsl
 from attndsl.errors import ArgumentError, TypeMismatchError
-from attndsl.scalars import as_int, as_number, read_number
+from attndsl.scalars import as_int, as_number, number_key, read_number
 
 KINDS = [np.int64, np.uint8, np.float32, np.float64, np.array, float, Fraction]
 """Each makes a whole number of an int."""
@@ -202,3 +202,22 @@ def test_numbers_that_are_written():
     found = [read_number(x) for x in written]
     assert found == [16, 0.5, True, -float("inf"), 1000, None, None, None, None]
     assert [type(x) for x in found[:4]] == [int, float, bool, float]
+
+
+def test_keys_of_numbers():
+    """Numbers of one type and the same bits have one key; all NaNs of a type have one."""
+    different = [
+        0.0, -0.0, 0, False, 1.0, 1, True, float("inf"), float("nan"), 2**70, float(2**70),
+        0j, complex(0.0, -0.0), np.float32(0), np.float32(-0.0), np.float64(0), np.float32("nan"),
+        np.int64(0), np.array(0.0), Fraction(0), None, "0.0", torch.float32,
+    ]  # fmt: skip
+    keys = [number_key(value) for value in different]
+    assert len(set(keys)) == len(different)
+    same = [
+        (0.0, 0.0 * 1), (float("nan"), -float("nan")), (np.array(0.0), np.zeros(())),
+        (np.float32("nan"), -np.float32("nan")), (Fraction(1, 2), Fraction(2, 4)),
+        (10**20, 10**19 * 10),
+    ]  # fmt: skip
+    for a, b in same:
+        assert number_key(a) == number_key(b)
+        assert hash(number_key(a)) == hash(number_key(b))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.errors import TraceError
+from attndsl.scalars import number_key
 
 from .closures import Reach, reach
 from .tracing import Trace, trace_mods
@@ -60,7 +61,7 @@ class _Stored:
 class _Family:
     """Closures that differ by their numbers and tensors only."""
 
-    values: tuple[set[str], ...]
+    values: tuple[set[object], ...]
     """What each number has been, up to one more than ``_CONSTANTS``."""
     varying: set[int] = field(default_factory=set)
     """Places of numbers that are params."""
@@ -98,7 +99,7 @@ class TraceCache:
             return trace_mods(score_mod, mask_mod, dtype, device, lengths, places, found)
 
         key = (tuple(found.structure), dtype, device)
-        numbers = tuple(map(repr, found.numbers))
+        numbers = tuple(map(number_key, found.numbers))
         with self._lock:
             family = self._families.get(key)
             if family is None:

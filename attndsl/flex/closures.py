@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.scalars import number_key
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -68,7 +70,7 @@ class _Walk:
         """``value``, or a copy with other numbers in it."""
         found = self.found
         if isinstance(value, _PLAIN):
-            found.structure.append((type(value), value))
+            found.structure.append(number_key(value))
             return value
         if isinstance(value, int | float):
             place = len(found.numbers)

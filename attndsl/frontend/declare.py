@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from attndsl.errors import TypeMismatchError
 from attndsl.ir import DType
+from attndsl.scalars import number_key
 
 if TYPE_CHECKING:
     from attndsl.source import Span
@@ -33,11 +34,16 @@ COMPILE_ARGUMENTS = frozenset(
 class Bound:
     """A param whose value is folded into the program."""
 
-    value: bool | int | float
+    value: bool | int | float = field(compare=False)
     origin: str = field(default=GIVEN, compare=False)
     """Who binds the name, for errors."""
     span: Span | None = field(default=None, compare=False)
     """Where a file says so."""
+    key: object = field(init=False, repr=False)
+    """As which values are equal."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", number_key(self.value))
 
 
 @dataclass(frozen=True, slots=True)

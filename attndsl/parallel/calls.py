@@ -15,6 +15,7 @@ from attndsl.ir import Op
 from attndsl.runtime.arguments import autocast, check_operands, joined
 from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.location import WHOLE
+from attndsl.scalars import number_key
 
 from .costs import Shape
 from .eager import is_eager
@@ -190,7 +191,7 @@ def _given_key(
         if isinstance(x, torch.Tensor):
             found += (name, id(x))
         elif type(x) in _PLAIN:
-            found += (name, type(x), x)
+            found += (name, number_key(x))
         else:
             return None
     return tuple(found)

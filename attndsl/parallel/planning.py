@@ -16,6 +16,7 @@ from attndsl.ir import DType, Op, leaf_names, toposort
 from attndsl.passes.tiles.plan import FORWARD
 from attndsl.runtime.arguments import check_names
 from attndsl.runtime.values import plain_number
+from attndsl.scalars import number_key
 
 from .agreement import digest
 from .costs import TILE, costs_of
@@ -99,13 +100,13 @@ class PlanKey(NamedTuple):
 
 
 def numbers_of(program: Program, captures: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Captures that are numbers, as Python's own: NumPy's are as good."""
+    """Captures that are numbers, as keys of Python's own: NumPy's are as good."""
     found = []
     for decl in program.lowered.program.params:
         x = captures.get(decl.name, decl.default)
         if not isinstance(x, torch.Tensor):
-            plain = isinstance(x, bool | int | float)
-            found.append((decl.name, x if plain else plain_number(decl.dtype, x)))
+            number = plain_number(decl.dtype, x)
+            found.append((decl.name, number_key(x if number is None else number)))
     return tuple(found)
 
 

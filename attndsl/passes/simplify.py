@@ -141,13 +141,11 @@ def _identity(neutral: int | float, left: bool = True) -> Rule:
     return rule
 
 
-def _absorb(value: bool | int, result: bool | int | None = None) -> Rule:
-    """``x op value`` (either way round) is ``result``; by default ``value`` itself."""
+def _absorb(value: bool | int) -> Rule:
+    """``x op value`` (either way round) is ``value``."""
 
     def rule(item: Node) -> Node | None:
-        if any(_is(a, value) for a in item.args):
-            return const(value if result is None else result)
-        return None
+        return const(value) if any(_is(a, value) for a in item.args) else None
 
     return rule
 

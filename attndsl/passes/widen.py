@@ -78,11 +78,11 @@ def widen(program: Program) -> Widened | str | None:
     terms: list[Term] = []
     rest = SCORE
     for product, factor in _addends(total):
-        if len(terms) > MAX_TERMS:
-            return f"there are more than {MAX_TERMS} of them"
         if product is None:
             rest = node(Op.ADD, rest, factor)
             continue
+        if len(terms) == MAX_TERMS:
+            return f"there are more than {MAX_TERMS} of them"
         found = dependencies(factor)[factor]
         if not (found <= _ROW or found <= _COLUMN):
             return "a factor of a contraction varies from pair to pair"

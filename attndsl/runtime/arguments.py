@@ -19,7 +19,7 @@ from attndsl.passes.print_ir import print_expression
 from attndsl.scalars import as_number
 
 from .location import INTS, kind_of
-from .values import check_int, plain_number
+from .values import check_int, no_value, plain_number
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -58,11 +58,6 @@ def is_wide(name: str, dtype: object, own: torch.dtype) -> bool:
         f"{name} is {dtype} and q is {own}",
         hint="pass None for q's dtype, or torch.float32 where q is of a half type",
     )
-
-
-def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with last stride 1, copied where it has another."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
 
 def as_float(number: Any) -> float:
@@ -459,15 +454,15 @@ def checked_param(
     fits = isinstance(value, _PYTHON[decl.dtype])
     if not fits or (isinstance(value, bool) and decl.dtype is not DType.BOOL):
         number = plain_number(decl.dtype, value)
+        if value is None:
+            raise ArgumentError(f"{decl.name} is None", hint=_none_hint(decl))
         if number is None:
-            raise ArgumentError(
-                f"{decl.name} is {value!r}",
-                hint=_none_hint(decl)
-                if value is None
-                else f"the program declares it as {decl.dtype.value}",
-            )
+            raise no_value(decl.name, decl.dtype, value)
         value = number
     if decl.dtype is DType.FLOAT:
-        return as_float(value)
+        try:
+            return as_float(value)
+        except OverflowError:
+            raise no_value(decl.name, decl.dtype, value) from None
     check_int(decl.name, value)
     return value  # type: ignore[return-value]

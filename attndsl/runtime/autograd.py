@@ -10,10 +10,9 @@ from torch.autograd import profiler
 from torch.nn import functional
 
 from attndsl.backends.base import Backward
-from attndsl.backends.memory_order import arranged, is_window, memory_order
+from attndsl.backends.memory_order import arranged, is_window, memory_order, rows_contiguous
 from attndsl.errors import AttnDSLError, UnsupportedError
 
-from .arguments import rows_contiguous
 from .distributed import OF_TORCH, refuse_context_parallel
 from .forward_mode import attend_with_tangents, has_tangents
 from .higher import attend_in_chunks, is_transformed
@@ -85,9 +84,9 @@ def without_neg(call: Call) -> Call:
     ):  # fmt: skip
         return call
     return call._replace(
-        q=call.q.resolve_neg(),
-        k=call.k.resolve_neg(),
-        v=call.v.resolve_neg(),
+        q=rows_contiguous(call.q.resolve_neg()),
+        k=rows_contiguous(call.k.resolve_neg()),
+        v=rows_contiguous(call.v.resolve_neg()),
         tensors={name: x.resolve_neg() for name, x in call.tensors.items()},
         signature=None,  # Copies may have other strides.
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.backends.base import Call
+from attndsl.backends.memory_order import rows_contiguous
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attndsl.ir import TOKENS
 
@@ -20,7 +21,6 @@ from .arguments import (
     checked_param,
     checked_tensor,
     is_wide,
-    rows_contiguous,
     scale_of,
     sizes_of,
 )

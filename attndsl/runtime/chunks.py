@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from attndsl.backends.memory_order import rows_contiguous
 from attndsl.backends.requests import Packed
 from attndsl.ir import DType
 from attndsl.passes.tiles.plan import FORWARD
 
-from .arguments import rows_contiguous
 from .location import Location
 
 if TYPE_CHECKING:

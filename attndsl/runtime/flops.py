@@ -8,9 +8,9 @@ captured tensors, scores and positions given as tensors decide counts as compute
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,6 +19,7 @@ from attndsl.errors import UnsupportedError
 from attndsl.operands import Operands
 from attndsl.passes.tiles.sandwich import relaxed
 from attndsl.passes.tiles.sparsity import analyse
+from attndsl.scalars import number_key
 
 from .bind import CallOptions, call_of
 from .operator import location_of, params_of
@@ -35,15 +36,18 @@ _TILE = 128
 _ALL = 1, 1
 
 
-class _Asked(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Asked:
     """What a share depends on."""
 
     spec: str
     shapes: tuple[tuple[int, ...], ...]
     """Of q, k, v and the captured tensors."""
     is_given: tuple[bool, ...]
-    numbers: tuple[int | float, ...]
+    numbers: tuple[int | float, ...] = field(compare=False)
     """The params that are numbers: ints and bools, and behind them floats."""
+    keys: tuple[object, ...]
+    """Of these."""
     ints: int
     """How many ints and bools these are."""
     offsets: tuple[int, int]
@@ -58,6 +62,7 @@ def live_share(given: Operands) -> tuple[int, int]:
     """
     tensors = [given.q, given.k, given.v, *given.tensors]
     offsets, whole = (given.q_offset, given.kv_offset), tuple(given.whole)
+    numbers = (*given.ints, *given.floats)
     # Positions in tensors, and numbers that are others in each run of a graph.
     if given.q_origin is not None or given.kv_origin is not None or given.varying is not None:
         return _ALL
@@ -65,7 +70,8 @@ def live_share(given: Operands) -> tuple[int, int]:
         given.spec,
         tuple(tuple(x.shape) for x in tensors),
         tuple(given.is_given),
-        (*given.ints, *given.floats),
+        numbers,
+        tuple(map(number_key, numbers)),
         len(given.ints),
         offsets,
         whole,

@@ -152,7 +152,8 @@ def stand_ins(known: Constants) -> list[torch.Tensor] | None:
         if own not in _PLAIN or device != known.kinds[0][4]:
             return None
         taken = autocast_dtype(dtype, device.type) if place < _OPERANDS else dtype
-        made.append(torch.empty_strided(shape, stride, dtype=taken, device="meta"))
+        # What is converted may have other strides.
+        made.append(torch.empty_strided(shape, stride, dtype=dtype, device="meta").to(taken))
     return made
 
 

@@ -19,7 +19,12 @@ from attndsl.backends.base import (
     matmul_precision,
 )
 from attndsl.backends.dense.reference import ReferenceBackend
-from attndsl.backends.memory_order import MemoryOrder, memory_order
+from attndsl.backends.memory_order import (
+    MemoryOrder,
+    arranged_like,
+    memory_order,
+    rows_contiguous,
+)
 from attndsl.ir import DType
 from attndsl.logs import LOG
 from attndsl.operands import (
@@ -32,6 +37,7 @@ from attndsl.operands import (
     unpacked,
 )
 from attndsl.operators import tell_counters
+from attndsl.scalars import number_key
 
 from .autograd import ALIGNED, settled
 from .bind import CallOptions, call_of
@@ -205,8 +211,8 @@ def _key_of(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[object, ..
     key = [what, tensors[0].device, *ints]
     for x in tensors:
         key += (x.shape, x.stride(), x.dtype)
-    if floats:  # 0.0 and -0.0 are equal, and not the same.
-        key += [x.hex() for x in floats]
+    if floats:
+        key += map(number_key, floats)
     if tensors[0].dtype is torch.float32:
         key.append(matmul_precision())
     return tuple(key)
@@ -220,6 +226,17 @@ def _is_usual(tensors: Any) -> bool:
     for x in tensors:
         bits |= x.data_ptr()
     return not bits % ALIGNED
+
+
+def _readable(tensors: Any) -> Any:
+    """The ``tensors`` of a call with q, k and v as kernels read them.
+
+    They were so where the graph was made. Where torch resolves signs for an operator, it lays its
+    copies out anew.
+    """
+    own = [rows_contiguous(x) for x in tensors[:3]]
+    same = all(a is b for a, b in zip(own, tensors, strict=False))
+    return tensors if same else [*own, *tensors[3:]]
 
 
 def _called(
@@ -318,10 +335,13 @@ def run_forward(
     if usual and known is not None and known.bound is not None:
         results: tuple[torch.Tensor, torch.Tensor] = known.bound(tensors)
         return results
-    known, call = _called(key, tensors, what, ints, floats)
+    read = _readable(tensors)
+    known, call = _called(key, read, what, ints, floats)
     with torch.no_grad(), event_of_operator(heading(what).spec):
         out, lse = known.backend.forward(known.lowered, call)
-    if usual and call.signature is not None:
+    if read is not tensors:
+        out = arranged_like(out, tensors[0], out.dtype)
+    elif usual and call.signature is not None:
         _keep(key, known._replace(bound=known.backend.bound_forward(known.lowered, call)))
     return out, lse.contiguous()
 
@@ -344,15 +364,20 @@ def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.
         return asked.listed(found, tensors[0])
     asked_gradients, of_call = asked_of(what)
     inputs = tensors[asked_gradients.results :]
+    read = _readable(inputs)
     key_of_forward = _key_of(inputs, of_call, ints, floats)
-    of_forward, call = _called(key_of_forward, inputs, of_call, ints, floats)
+    of_forward, call = _called(key_of_forward, read, of_call, ints, floats)
     lowered, _, backend, order, _ = of_forward
     asked = _asked(what, tuple(call.tensors), tuple(call.params))
     given = asked.backward(tensors)
     results = settled(call, given, order)
     with event_of_operator(heading(of_call).spec, BACKWARD):
         found = backend.backward(lowered, call, results)
-    if (
+    if read is not inputs:
+        own = zip((found.q, found.k, found.v), inputs, strict=False)
+        q, k, v = (None if x is None else arranged_like(x, given, x.dtype) for x, given in own)
+        found = found._replace(q=q, k=k, v=v)
+    elif (
         usual and call.signature is not None
         and all(a is b for a, b in zip(given, results, strict=True))
     ):  # fmt: skip

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attndsl.errors import ArgumentError, ShapeError
+from attndsl.scalars import number_key
 
 from .steps import (
     NUMBERS,
@@ -21,6 +22,7 @@ from .steps import (
     pages_of,
     runs_as_ever,
 )
+from .values import dims_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,9 +98,9 @@ def key_of_layer(
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, v.shape, v.stride(),
         (k.data_ptr() | v.data_ptr()) % 16 == 0, q.data_ptr() % 16 == 0,
         kind_of_capture(cache.k_scale), kind_of_capture(cache.v_scale), request.numbers,
-        request.kinds, type(request.scale), request.scale,
+        request.kinds, number_key(request.scale),
         *[(name, kind_of_capture(value)) for name, value in captures.items()],
-        *[captures.get(name) for name in names],
+        *dims_key(names, captures),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from attndsl.errors import ArgumentError
 from attndsl.ir import Op, toposort
 from attndsl.passes.evaluate import Environment, evaluate
+from attndsl.scalars import number_key
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Call
@@ -54,7 +55,7 @@ class _Reader:
         self.known = bool(self.params or self.sizes) and all(
             item.op is not Op.LOAD for item in items
         )
-        self.good: list[object] | None = None
+        self.good: list[tuple[type, object]] | None = None
 
     def check(self, call: Call) -> None:
         """As :func:`check_probability`."""
@@ -65,8 +66,8 @@ class _Reader:
             if type(value) not in _NUMBERS:  # A tensor, or what a graph finds when it runs.
                 return
         values += [call.sizes[name] for name in self.sizes]
-        # As lists of numbers: true is 1 and 1.0 in probabilities too.
-        if values == self.good:
+        key = list(map(number_key, values))
+        if key == self.good:
             return
         names = dict(zip((*self.params, *self.sizes), values, strict=True))
         found = evaluate(self.root, Environment(names))  # type: ignore[arg-type]
@@ -77,4 +78,4 @@ class _Reader:
                 self.root.span,
                 "pass a number from 0 to 1, such as 0.1 to drop one weight in ten",
             )
-        self.good = values
+        self.good = key

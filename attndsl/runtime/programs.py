@@ -274,8 +274,10 @@ def _disk_key(spec: str) -> str:
 def _declared_to_json(value: Declared) -> list[Any]:
     if isinstance(value, Bound):
         number = value.value
-        written = {"float": number.hex()} if isinstance(number, float) else number
-        return ["bound", written]
+        if isinstance(number, float):
+            return ["bound", {"float": number.hex()}]
+        # JSON has decimal digits, and Python makes 4,300 at most.
+        return ["bound", {"int": hex(number)} if number.bit_length() > 64 else number]
     if isinstance(value, ParamSpec):
         return ["param", value.dtype]
     if isinstance(value, Absent):
@@ -286,7 +288,8 @@ def _declared_to_json(value: Declared) -> list[Any]:
 def _declared_from_json(value: list[Any]) -> Declared:
     if value[0] == "bound":
         number = value[1]
-        number = float.fromhex(number["float"]) if isinstance(number, dict) else number
+        if isinstance(number, dict):
+            number = int(number["int"], 16) if "int" in number else float.fromhex(number["float"])
         return Bound(number)
     if value[0] == "param":
         return ParamSpec(value[1])

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attndsl.backends.base import NONE, Call, ReadsPages
+from attndsl.backends.memory_order import rows_contiguous
 from attndsl.backends.requests import ChunkResults, Pages
 from attndsl.ir import TOKENS, size, toposort
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
-from .arguments import rows_contiguous, scale_of
+from .arguments import scale_of
 from .chunks import MOST_FEW, attend_chunks, found_chunks
 from .higher import is_transformed
 from .paged import PagedCache
 from .parts import made_captures, terms_of, with_narrow_positions
-from .values import Values, check_params, needs_of_values
+from .values import Values, check_params, dims_key, needs_of_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -208,7 +209,7 @@ def key_of_step(
         kind_of_capture(cache.k_scale), kind_of_capture(cache.v_scale), kind_of_capture(index),
         request.numbers, kinds, type(request.scale), asks_to_verify(),
         *[(name, kind_of_capture(value)) for name, value in captures.items()],
-        *[captures.get(name) for name in names],
+        *dims_key(names, captures),
     )  # fmt: skip
 
 

@@ -13,10 +13,10 @@ import torch
 from attndsl.errors import ArgumentError
 from attndsl.ir import DType, Op, toposort
 from attndsl.passes.widths import POSITION_LIMIT
-from attndsl.scalars import as_int, as_number
+from attndsl.scalars import as_int, as_number, number_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from attndsl.backends.base import Call, Part, Scalar
     from attndsl.ir import Program
@@ -26,9 +26,7 @@ _NARROW = (torch.int8, torch.uint8, torch.int16)
 _LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
 """Ints of 64 bits."""
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_NUMBERS: dict[DType, tuple[type, ...]] = {
-    DType.FLOAT: (float, int), DType.INT: (int,), DType.BOOL: (bool,),
-}  # fmt: skip
+_NUMBERS: dict[DType, type] = {DType.FLOAT: float, DType.INT: int, DType.BOOL: bool}
 """Types of a param's value that need no change."""
 
 
@@ -53,6 +51,11 @@ def params_of_dims(program: Program) -> tuple[str, ...]:
     return tuple(found)
 
 
+def dims_key(names: Iterable[str], captures: Mapping[str, object]) -> tuple[object, ...]:
+    """What a key has of the params ``names``, on whose values declared dims depend."""
+    return tuple([number_key(captures.get(name)) for name in names])
+
+
 def check_int(name: str, value: object) -> None:
     """Refuse an int param that 64 bits do not hold."""
     if isinstance(value, int) and not _LEAST <= value <= _GREATEST:
@@ -62,14 +65,30 @@ def check_int(name: str, value: object) -> None:
 def plain_number(dtype: DType, value: object) -> bool | int | float | None:
     """``value`` as a param of that type has it; None if it is no number, or one of another type.
 
-    A whole float is as good as an int. Bools are neither ints nor floats.
+    A whole float is as good as an int, and an int as the float next to it, if there is one. Bools
+    are neither ints nor floats.
     """
     if dtype is DType.INT:
         return as_int(value)
     number = as_number(value)
     if number is None or isinstance(number, bool) is not (dtype is DType.BOOL):
         return None
-    return float(number) if dtype is DType.FLOAT else number
+    if dtype is not DType.FLOAT:
+        return number
+    try:
+        return float(number)
+    except OverflowError:
+        return None
+
+
+def no_value(name: str, dtype: DType, value: object) -> ArgumentError:
+    """The error of a ``value`` that a param of that type cannot have."""
+    hint = f"the program declares it as {dtype.value}"
+    if isinstance(value, int) and value.bit_length() > 64:  # Its digits may be too many to show.
+        return ArgumentError(
+            f"{name} is an int of {value.bit_length()} bits", hint=f"{hint}: pass a smaller number"
+        )
+    return ArgumentError(f"{name} is {value!r}", hint=hint)
 
 
 def needs_of_values(
@@ -87,8 +106,8 @@ def needs_of_values(
         numbers: Its offsets and its seed as they were given.
     """
     params = [(_NUMBERS[decl.dtype], captures.get(decl.name)) for decl in program.params]
-    for types, value in (*params, *(((int,), number) for number in numbers)):
-        if not (value is None or type(value) in types or isinstance(value, torch.Tensor)):
+    for kind, value in (*params, *((int, number) for number in numbers)):
+        if not (value is None or type(value) is kind or isinstance(value, torch.Tensor)):
             return Values.FOREIGN
     return Values.DIFFER if _may_be_refused(program, call) else Values.SAME
 
@@ -109,8 +128,8 @@ def _plain_number(name: str, dtype: DType, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     number = plain_number(dtype, value)
-    if number is None:  # A float that is whole in some calls of one signature only.
-        raise ArgumentError(f"{name} is {value!r}", hint=f"it is of type {dtype.value}")
+    if number is None:  # A float that is whole in some calls of one signature only, or a long int.
+        raise no_value(name, dtype, value)
     return number
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Call
-from attndsl.runtime.arguments import rows_contiguous
+from attndsl.backends.memory_order import rows_contiguous
 from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.seed import draw_seed, seed_argument
 

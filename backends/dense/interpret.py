@@ -16,6 +16,7 @@ through the branch that was taken, is not hidden.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from ..base import Call
 
+_LARGEST = torch.finfo(torch.float32).max
 Rule = Callable[["Node", tuple[torch.Tensor, ...], "Scope"], torch.Tensor]
 
 
@@ -280,6 +282,8 @@ def _by_type(integer: Callable[..., torch.Tensor], floating: Rule) -> Rule:
 
 
 def _full(value: bool | int | float, dtype: torch.dtype, scope: Scope) -> torch.Tensor:
+    if _LARGEST < abs(value) < math.inf:  # torch refuses to round them.
+        return torch.full((1, 1, 1, 1), value, dtype=torch.float64, device=scope.device).to(dtype)
     return torch.full((1, 1, 1, 1), value, dtype=dtype, device=scope.device)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..emit.facts import KernelFacts, facts_of
 from ..emit.tangents import moved_name, with_tangents
+from ..memory_order import rows_contiguous
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -52,7 +53,7 @@ def moving_of(lowered: Lowered, call: Call, moved: Tangents) -> Moving:
     program = lowered.program
     given = {"q": (call.q, moved.q), "k": (call.k, moved.k), "v": (call.v, moved.v)}
     operands = {
-        name: _rows(tangent.to(like.dtype))
+        name: rows_contiguous(tangent, like.dtype)
         for name, (like, tangent) in given.items()
         if tangent is not None
     }
@@ -66,7 +67,3 @@ def moving_of(lowered: Lowered, call: Call, moved: Tangents) -> Moving:
     tensors = {moved_name(program, name): tangent for name, tangent in captures.items()}
     call = call._replace(tensors={**call.tensors, **tensors})
     return Moving(lowered, call, operands, tuple(captures))
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 or not tensor.numel() else tensor.contiguous()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.scalars import number_key
+
 from ..emit.loops import row_width
 from ..emit.tile_lists import value_counts
 from ..tiled.tile_kinds import resample
@@ -113,8 +115,7 @@ def lists_of(layout: Layout, lowered: Lowered, call: Call, kernel: str, stream: 
     else:
         values = [call.tiles.kinds, call.tiles.block_m, call.tiles.block_n]
     tensors = [x for x in values if isinstance(x, torch.Tensor)]
-    # As texts, since 0.0 and -0.0 are equal, and so are 1 and True.
-    numbers = tuple("" if isinstance(x, torch.Tensor) else repr(x) for x in values)
+    numbers = tuple(None if isinstance(x, torch.Tensor) else number_key(x) for x in values)
     place = (
         kernels.place(), stream, call.tiles is None, numbers,
         call.q.shape[:3], call.k.shape[1:3], tuple(call.sizes.values()),

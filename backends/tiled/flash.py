@@ -1,16 +1,44 @@
-"""torch's own attention for CPUs, as one call each way."""
+"""torch's own attention for CPUs, as one call each way.
+
+Its kernels take the last stride of operands and of the output for 1. torch checks that of none, and
+makes the output like q.
+"""
 
 from __future__ import annotations
 
 import torch
 
-flash_attention = torch._C._VariableFunctions._scaled_dot_product_flash_attention_for_cpu
-"""(q, k, v, is_causal=, attn_mask=, scale=): output, and log-sum-exp (batch, heads, rows).
+from ..memory_order import rows_apart, rows_contiguous
 
-To look it up in ``torch.ops`` takes 9 us.
-"""
-flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-"""(grad_out, q, k, v, out, lse, dropout, is_causal, attn_mask=, scale=): dQ, dK and dV."""
+# To look it up in ``torch.ops`` takes 9 us.
+_attention = torch._C._VariableFunctions._scaled_dot_product_flash_attention_for_cpu
+_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, is_causal: bool = False,
+    attn_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Output, and log-sum-exp (batch, heads, rows), of operands of any strides."""
+    found: tuple[torch.Tensor, torch.Tensor] = _attention(
+        rows_apart(q), rows_contiguous(k), rows_contiguous(v), is_causal=is_causal,
+        attn_mask=attn_mask, scale=scale,
+    )  # fmt: skip
+    return found
+
+
+def flash_gradients(
+    grad_out: torch.Tensor, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor], *, scale: float, is_causal: bool = False,
+    attn_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dQ, dK and dV, of operands, output and its gradient of any strides."""
+    out, lse = results
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _gradients(
+        rows_contiguous(grad_out), *map(rows_contiguous, operands), rows_contiguous(out), lse, 0.0,
+        is_causal, attn_mask=attn_mask, scale=scale,
+    )  # fmt: skip
+    return found
 
 
 def is_spoilt(out: torch.Tensor, lse: torch.Tensor) -> bool:

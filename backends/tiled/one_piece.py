@@ -69,7 +69,7 @@ def _as_results(
     dtype = wide_dtype(call.wide) or call.q.dtype
     if out.shape != order.shape or out.stride() != order.strides or out.dtype is not dtype:
         made = torch.empty_strided(order.shape, order.strides, dtype=dtype)
-        out = made.copy_(out.view(order.shape))
+        out = made.copy_(out.reshape(order.shape))
     shape = order.shape[:3]
     if lse.shape != shape or not lse.is_contiguous():
         lse = lse.new_empty(shape).copy_(lse.reshape(shape))

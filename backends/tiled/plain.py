@@ -224,8 +224,9 @@ class PlainRows:
         """
         bias, _ = self.biases.of(self.step, span, self.place)
         found = flash_gradients(
-            of.grad_out.unsqueeze(1), queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1),
-            of.out.unsqueeze(1), of.lse.squeeze(-1).unsqueeze(1), 0.0, False,
+            of.grad_out.unsqueeze(1),
+            (queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1)),
+            (of.out.unsqueeze(1), of.lse.squeeze(-1).unsqueeze(1)),
             attn_mask=bias, scale=self.call.scale,
         )  # fmt: skip
         dq, dk, dv = (x.squeeze(1) for x in found)

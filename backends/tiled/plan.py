@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from attndsl.ir import Op, toposort
+from attndsl.scalars import number_key
 
 from .tile_kinds import tile_kinds
 
@@ -163,7 +164,8 @@ def numbers_of(lowered: Lowered, call: Call) -> object | None:
     if mask is not None and any(item.op is Op.LOAD for item in toposort(mask)):
         return None
     shapes = (*call.q.shape[:3], *call.k.shape[1:3], call.q.shape[3])
-    return lowered.digest, call.q.device.type, *shapes, *call.sizes.items(), *numbers
+    keys = map(number_key, numbers)
+    return lowered.digest, call.q.device.type, *shapes, *call.sizes.items(), *keys
 
 
 def make_plan(lowered: Lowered, call: Call, limits: Limits) -> list[Step]:

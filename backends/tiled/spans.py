@@ -15,6 +15,7 @@ from attndsl.ir import SCORE
 
 from ..dense.draws import heads_of, rows_of
 from ..dense.philox import keep_factor, kept_at
+from ..memory_order import rows_contiguous
 from .lives import Lives
 from .plan import BLOCK_M, SPAN
 from .torch_tiles import Expressions, work_dtype
@@ -86,7 +87,7 @@ def keys_of(tensor: torch.Tensor, call: Call) -> torch.Tensor:
     They are copied to be contiguous where several tile rows read them. One row of a long cache
     reads them once, which is what a copy takes.
     """
-    found = tensor.to(work_dtype(call))
+    found = rows_contiguous(tensor, work_dtype(call))
     if call.q.shape[2] > BLOCK_M:
         found = found.contiguous()
     return found.flatten(0, 1)

@@ -219,9 +219,10 @@ def gradients(call: Call, backward: Backward, triangle: Triangle) -> Gradients |
         keys, values = squares.of_keys(k), squares.of_keys(v)
         for member in range(q.shape[1]):
             part_q, part_k, part_v = flash_gradients(
-                squares.of_rows(grad_out[:, member]), squares.of_rows(q[:, member]), keys, values,
-                squares.of_rows(out[:, member]), squares.of_rows(lse[:, member]).squeeze(-1),
-                0.0, squares.causal, scale=call.scale,
+                squares.of_rows(grad_out[:, member]),
+                (squares.of_rows(q[:, member]), keys, values),
+                (squares.of_rows(out[:, member]), squares.of_rows(lse[:, member]).squeeze(-1)),
+                is_causal=squares.causal, scale=call.scale,
             )  # fmt: skip
             total = squares.of_rows(dq[:, member])
             if squares.causal:

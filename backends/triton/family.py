@@ -18,7 +18,7 @@ from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Task, jobs_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
-from ..memory_order import given_room
+from ..memory_order import given_room, rows_contiguous
 from .kernels import FIXED, KERNELS
 from .tangents import launch_tangent
 
@@ -99,9 +99,7 @@ class Portable:
 
     def readable(self, grad_out: torch.Tensor, wanted: Wants) -> torch.Tensor:
         """``grad_out`` with last stride 1."""
-        if grad_out.stride(-1) != 1 and grad_out.numel():
-            return grad_out.contiguous()
-        return grad_out
+        return rows_contiguous(grad_out)
 
     def jobs(
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,

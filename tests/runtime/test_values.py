@@ -172,3 +172,46 @@ def test_elements_between_two_numbers(kind):
                 several = torch.tensor([fine, value], dtype=kind)
                 for given in (several, several[1]):
                     assert bool(are_between(given, low, high)) == inside, (low, high, value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tensors are of the CPU, kernels too")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("first", [3, 2**70])
+def test_ints_for_a_float(backend: str, first: int) -> None:
+    """They are the floats next to them, in the first call and in later ones."""
+    q, k, v = _inputs()
+    attention = attndsl.compile("param g: float\nscore = score * (g / 4e18)", backend=backend)
+    attention(q, k, v, g=first)
+    # Of fp32 the next one is above it, and the one next to the float next to it is below.
+    between = 2**62 + 2**38 + 1
+    for g in (3, 2**53 + 1, -(2**70), between):
+        assert torch.equal(attention(q, k, v, g=g), attention(q, k, v, g=float(g)))
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_ints_that_no_float_holds(digits: int) -> None:
+    q, k, v = _inputs()
+    large = 10**digits
+    attention = attndsl.compile("param g: float\nscore = score * g")
+    told = f"g is an int of {large.bit_length()} bits"
+    for first in (None, 2.0, 2):
+        if first is not None:
+            attention(q, k, v, g=first)
+        with pytest.raises(errors.ArgumentError, match=told):
+            attention(q, k, v, g=large)
+        with pytest.raises(errors.ArgumentError, match=told):
+            attention.tiles(5, 5, g=large)
+    with pytest.raises(errors.TypeMismatchError, match="does not fit 64 bits"):
+        attndsl.compile("param g: float\nscore = score * g", g=large)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tensors are of the CPU, kernels too")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_that_fp32_does_not_hold(backend: str) -> None:
+    """A constant is what a param of that value is."""
+    q, k, v = _inputs()
+    text = "score = max(min(score * {}, 3.0), -3.0)"
+    param = attndsl.compile("param g: float\n" + text.format("g"), backend=backend)
+    for g in (1e300, 3.40282356e38):
+        constant = attndsl.compile(text.format(g), backend=backend)
+        torch.testing.assert_close(constant(q, k, v), param(q, k, v, g=g))
