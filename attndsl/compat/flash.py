@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from attndsl.runtime.location import plain_int
+from attndsl.runtime.values import check_int
 
 from .programs import (
     attend,
@@ -248,7 +250,12 @@ def _numbers(
     Raises:
         ArgumentError: They are no such ints.
     """
-    found = torch.as_tensor(given, device=q.device)
+    number: Any = plain_int(given)
+    if type(number) in (int, torch.SymInt):
+        check_int(name, number)
+        found = torch.full((), number, dtype=torch.int64, device=q.device)
+    else:
+        found = torch.as_tensor(given, device=q.device)
     integral = not (found.is_floating_point() or found.is_complex() or found.dtype is torch.bool)
     if not integral or found.shape not in shapes:
         raise ArgumentError(
@@ -283,9 +290,9 @@ def _append(
                 f"{name} is of {x.dtype}, for a cache of {cache.dtype}",
                 hint=f"pass {name}.to({name}_cache.dtype)",
             )
-        room = cache.shape[1] - x.shape[1]
-        told = f"the cache has room for {cache.shape[1]} keys, {x.shape[1]} of them new"
-        check_within("cache_seqlens", lengths, room, told)
+        room, count = cache.shape[1], x.shape[1]
+        told = "the cache has room for {} keys, {} of them new"
+        check_within("cache_seqlens", lengths, room - count, told, room, count)
     for cache, x in ((k_cache, new[0]), (v_cache, new[1])):
         rows = torch.arange(x.shape[0], device=x.device) if entries is None else entries.long()
         places = lengths.long()[:, None] + torch.arange(x.shape[1], device=x.device)

@@ -84,14 +84,18 @@ def packed_rows(
     return Rows(first, end, aligned, entry)
 
 
-def check_within(name: str, values: torch.Tensor, greatest: int, told: str) -> None:
+def check_within(
+    name: str, values: torch.Tensor, greatest: int, told: str, *sizes: int
+) -> None:  # fmt: skip
     """Refuse ints outside of 0 to ``greatest``. Graphs of ``torch.compile`` do not look.
+
+    See :func:`attndsl.runtime.values.check_range`.
 
     Raises:
         ArgumentError: Some lie outside, and are not on a GPU, where that is an assertion.
     """
     if not torch.compiler.is_compiling():
-        check_range(name, values, 0, greatest, told)
+        check_range(name, values, 0, greatest, told, *sizes)
 
 
 def check_offsets(name: str, offsets: object, rows: int) -> None:
@@ -115,7 +119,7 @@ def check_offsets(name: str, offsets: object, rows: int) -> None:
             hint=f"pass {name}=torch.tensor([0, 5, 12]) for sequences of 5 and 7, on the device",
         )
     assert isinstance(offsets, torch.Tensor)
-    check_within(name, offsets, rows, f"there are {rows} rows")
+    check_within(name, offsets, rows, "there are {} rows", rows)
 
 
 def check_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int, layout: str) -> None:

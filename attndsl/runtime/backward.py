@@ -163,21 +163,28 @@ def check_room(
     """
     if room is None:
         return
-    hint = f"give room of shape {tuple(shape)}, {kind}, on {device}"
     if not isinstance(room, torch.Tensor):
-        raise ArgumentError(f"room is a {type(room).__name__}", hint=hint)
+        raise ArgumentError(
+            f"room is a {type(room).__name__}", hint=_room_hint(shape, kind, device)
+        )
     if is_dtensor(room):
         raise ArgumentError("room is a DTensor", hint="pass this process's part: room.to_local()")
     if tuple(room.shape) != tuple(shape):
-        raise ShapeError(f"room has shape {tuple(room.shape)}", hint=hint)
+        raise ShapeError(
+            f"room has shape {tuple(room.shape)}", hint=_room_hint(shape, kind, device)
+        )
     if room.dtype is not kind:
-        raise DTypeError(f"room is of dtype {room.dtype}", hint=hint)
+        raise DTypeError(f"room is of dtype {room.dtype}", hint=_room_hint(shape, kind, device))
     if room.device != device:
-        raise DeviceError(f"room is on {room.device}", hint=hint)
+        raise DeviceError(f"room is on {room.device}", hint=_room_hint(shape, kind, device))
     if room.requires_grad:
         raise ArgumentError(
             "room requires grad, and what is put there has none", hint="pass room.detach()"
         )
+
+
+def _room_hint(shape: Sequence[int], kind: torch.dtype, device: torch.device) -> str:
+    return f"give room of shape {tuple(shape)}, {kind}, on {device}"
 
 
 def in_room(room: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor | None:
