@@ -19,7 +19,7 @@ from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
 from .appending import AUTO, BY_KERNEL, FP8, Scale, append
-from .arguments import FLOATS
+from .arguments import FLOATS, check_is_writable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,7 +113,7 @@ class PagedCache:
         """
         check_starts(self, starts)
         _check_rows(self, k, v)
-        if backend not in (AUTO, BY_KERNEL):
+        if not isinstance(backend, str) or backend not in (AUTO, BY_KERNEL):
             raise ArgumentError(
                 f"append has no backend {backend!r}", hint=f"use {AUTO!r} or {BY_KERNEL!r}"
             )
@@ -132,6 +132,8 @@ class PagedCache:
             ArgumentError: The first request that has a page number out of range, a length that is
                 negative or beyond its table, starts that fall, or more queries than keys.
         """
+        if not (tokens is None or isinstance(tokens, int)):
+            raise ArgumentError(f"tokens is a {type(tokens).__name__}", hint="pass an int")
         if starts is not None and _is_right(self, starts, tokens):
             return
         _check_lengths(self)
@@ -278,6 +280,7 @@ def _check_rows(cache: PagedCache, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ShapeError(f"{name} has shape {tuple(rows.shape)}", hint=_rows_hint(pages))
         if rows.device != pages.device:
             raise DeviceError(f"{name} is on {rows.device}", hint=_rows_hint(pages))
+        check_is_writable(f"{name}_pages", pages)
     if k.shape[0] != v.shape[0]:
         raise ShapeError(
             f"k has {k.shape[0]} tokens and v has {v.shape[0]}", hint="both have one row a token"
