@@ -16,6 +16,7 @@ from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
 from attndsl.other_lengths import OtherLengths, Prepared
+from attndsl.refusals import refuse_call
 from attndsl.repeated import Repeated
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous, scale_of
 from attndsl.runtime.autograd import attend
@@ -195,11 +196,14 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             BackendError: The backend does not work here.
         """
         # Dynamo guards each default of a function that it follows, so that this one has none.
-        if is_dynamo_compiling() and self._in_graphs:
-            found = self._at_once((q, k, v), given)
-            if found is not None:
-                return found
-        return self._called(given, q, k, v, **given)
+        if is_dynamo_compiling():
+            found = self._at_once((q, k, v), given) if self._in_graphs else None
+            return self._called(given, q, k, v, **given) if found is None else found
+        try:
+            return self._called(given, q, k, v, **given)
+        except (AttributeError, TypeError):
+            refuse_call(self, (q, k, v), given)
+            raise
 
     def _called(
         self,

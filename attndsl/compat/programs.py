@@ -10,6 +10,8 @@ from attndsl.api import compile as compile_program
 from attndsl.errors import ArgumentError, ShapeError
 from attndsl.runtime.values import check_range
 
+from .checks import number_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -126,19 +128,25 @@ def check_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int, l
     """Refuse tensors of another layout.
 
     Raises:
+        ArgumentError: One of them is no tensor.
         ShapeError: One of them has another number of dims.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(
+                f"{name} is a {type(x).__name__}", hint=f"pass a tensor of shape {layout}"
+            )
         if x.dim() != dims:
             raise ShapeError(f"{name} has {x.dim()} dims", hint=f"pass tensors of shape {layout}")
 
 
-def probability_of(p: float) -> dict[str, Any]:
+def probability_of(p: float | None) -> dict[str, Any]:
     """Dropout as captures; none where nothing is dropped.
 
     Raises:
         ArgumentError: No probability.
     """
+    p = number_of("dropout", p)
     if not 0 <= p <= 1:
         raise ArgumentError(f"dropout is {p}", hint="pass a probability from 0 to 1")
     return {"p": p} if p > 0 else {}
