@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.compiled import Compiled
+from attndsl.compiled import Compiled, taken
 from attndsl.errors import ArgumentError
 from attndsl.runtime.arguments import joined
 from attndsl.runtime.doubts import doubts_of_call
 from attndsl.runtime.lengths import AskedSizes, call_of_lengths, completed
-from attndsl.runtime.location import WHOLE, Location, Sizes, plain_int, sizes_of_whole
+from attndsl.runtime.location import LOCATION, WHOLE, Location, Sizes, plain_int, sizes_of_whole
 from attndsl.runtime.parts import localised
 from attndsl.runtime.programs import pointing_into
 from attndsl.runtime.reach import find_reach
@@ -214,11 +214,11 @@ class Analysis(Compiled):
         block_m: int = 128,
         block_n: int = 64,
         kv_heads: int | None = None,
-        q_offset: int | torch.Tensor = 0,
-        kv_offset: int | torch.Tensor = 0,
+        q_offset: int | torch.Tensor | None = None,
+        kv_offset: int | torch.Tensor | None = None,
         whole_sizes: Mapping[str, int] | None = None,
-        h_offset: int = 0,
-        b_offset: int = 0,
+        h_offset: int | None = None,
+        b_offset: int | None = None,
         kv_lengths: torch.Tensor | None = None,
         captures: Captures | None = None,
         **named: torch.Tensor | Scalar,
@@ -255,17 +255,18 @@ class Analysis(Compiled):
 
         block_m, block_n, head_dim = map(plain_int, (block_m, block_n, head_dim))
         check_head_dims(head_dim)
-        location = Location(
-            q_offset, kv_offset, h_offset=h_offset, b_offset=b_offset, kv_lengths=kv_lengths,
-            **sizes_of_whole(whole_sizes),
-        )  # fmt: skip
+        said = {
+            "q_offset": q_offset, "kv_offset": kv_offset, "h_offset": h_offset,
+            "b_offset": b_offset, "kv_lengths": kv_lengths, **sizes_of_whole(whole_sizes),
+        }  # fmt: skip
+        location = Location(**taken(dict(said), LOCATION))
         given, call = joined(captures, named), None
         doubts: tuple[str, ...] = ()
         lowered = self.variant({**self._defaults, **given})[0].lowered
         if q_len is not None and kv_len is not None:
             sizes = AskedSizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
             lowered, call = self.call_of_mask(given, sizes, location)
-            found = doubts_of_call(lowered.program, call, location)
+            found = doubts_of_call(lowered.program, call, said)
             doubts = tuple(f"{each.message}; {each.hint}" for each in found)
             lowered, call = localised(lowered, call)
         elif q_len is not None or kv_len is not None or not location.plain:

@@ -17,6 +17,7 @@ from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
 from attndsl.other_lengths import OtherLengths, Prepared
+from attndsl.refusals import refuse_call
 from attndsl.repeated import Repeated
 from attndsl.runtime.arguments import autocast, joined, kinds_of, scale_of
 from attndsl.runtime.autograd import attend
@@ -196,14 +197,19 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             BackendError: The backend does not work here.
         """
         # Dynamo guards each default of a function that it follows, so that this one has none.
-        if is_dynamo_compiling() and self._in_graphs:
-            found = self._at_once((q, k, v), given)
-            if found is not None:
-                return found
-        return self._called(q, k, v, **given)
+        if is_dynamo_compiling():
+            found = self._at_once((q, k, v), given) if self._in_graphs else None
+            return self._called(given, q, k, v, **given) if found is None else found
+        try:
+            return self._called(given, q, k, v, **given)
+        except (AttributeError, TypeError):
+            refuse_call(self, (q, k, v), given)
+            raise
 
     def _called(
         self,
+        said: Mapping[str, object],
+        /,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -229,7 +235,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         captures: Captures | None = None,
         **named: torch.Tensor | Scalar,
     ) -> Any:
-        """The call, with its options by name."""
+        """The call, with its options by name; ``said`` are those that somebody has written."""
         captures = named if captures is None else joined(captures, named)
         if self._defaults:
             captures = {**self._defaults, **captures}
@@ -296,7 +302,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         if prepared is None:
             location = location or Location(q_offset, kv_offset, q_index, kv_index)
             options = CallOptions(scale, seed, deterministic, out_dtype)
-            made, call = self._prepare((q, k, v), captures, location, options, key)
+            made, call = self._prepare((q, k, v), captures, location, options, key, said)
             backend, template, as_given, needs, terms, marks = made
         else:
             backend, template, as_given, needs, terms, marks = prepared
@@ -330,7 +336,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
 
     def _prepare(
         self, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], captures: Captures,
-        location: Location, options: CallOptions, key: tuple[Any, ...],
+        location: Location, options: CallOptions, key: tuple[Any, ...], said: Mapping[str, object],
     ) -> tuple[Prepared, Call]:  # fmt: skip
         """What is found of a signature's first call, and the call."""
         lowered = self._lowered
@@ -339,7 +345,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             terms = None if call.part is None else terms_of(lowered, call)
             backend, *_ = self._dispatched(call)
         marks = _marks_entries(backend, terms, call)
-        is_doubted = self._questioned(call, location)
+        is_doubted = self._questioned(call, said)
         call = call._replace(signature=Signature(self.name))
         as_given = all(x is y for x, y in zip((call.q, call.k, call.v), operands, strict=True))
         numbers = location.q_offset, location.kv_offset, options.seed
@@ -353,7 +359,10 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         return found, call
 
     # What it takes, for whoever asks: :func:`inspect.signature`, ``help`` and captures' names.
-    __call__.__signature__ = inspect.signature(_called)  # type: ignore[attr-defined]
+    __call__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [x for name, x in inspect.signature(_called).parameters.items() if name != "said"],
+        return_annotation=Any,
+    )
 
     def _repeated(self, options: Mapping[str, Any]) -> Repeated:
         """Calls with these options, which are those of :meth:`put` and :meth:`backward`."""
@@ -392,11 +401,11 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             check_room(room, (*call.q.shape[:3], call.v.shape[3]), kind, call.q.device)
             return own._into(made, room)
 
-    def _questioned(self, call: Call, location: Location) -> bool:
+    def _questioned(self, call: Call, said: Mapping[str, object]) -> bool:
         """Whether a call is hardly meant so, which somebody is told of."""
         if not self._warns:
             return False
-        doubts = list(doubts_of_call(self._lowered.program, call, location))
+        doubts = list(doubts_of_call(self._lowered.program, call, said))
         tell(doubts)
         return bool(doubts)
 

@@ -36,11 +36,7 @@ from attndsl.runtime.operator import Request
 from attndsl.runtime.parts import gradients_of_wholes, localised, terms_of
 from attndsl.runtime.probability import check_probability
 from attndsl.runtime.profiling import BACKWARD, event_named
-from attndsl.runtime.programs import (
-    bound_numbers,
-    pointing_into,
-    spec_of_variant,
-)
+from attndsl.runtime.programs import bound_numbers, pointing_into, spec_of_variant
 from attndsl.runtime.tiles import given_tiles, verify_if_asked
 from attndsl.runtime.values import Values, check_values, dims_key, params_of_dims
 from attndsl.runtime.variants import absent_names, dims_of_one, sizes_of_operands
@@ -84,8 +80,8 @@ class Made(NamedTuple):
 
 _OPTIONS = tuple(each.name for each in fields(CallOptions))
 _MAX_VARIANTS = 1024
-_PLAIN = (torch.Tensor, torch.nn.Parameter, bool, int, float)
-"""Types of operands and captures that need no change."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter, bool, int, float, torch.dtype, type(None))
+"""Types of operands, captures and dtypes that need no change."""
 _EXPORT = "use torch.export, whose programs serve all lengths: see docs/deployment.md"
 
 
@@ -410,8 +406,9 @@ class Compiled:
         positions = location.q_index, location.kv_index, location.kv_lengths
         numbers = location.q_offset, location.kv_offset, 0 if seed is None else seed
         plain = all(type(x) is int for x in numbers) and all(x is None for x in positions)
-        given = (q, k, v, *captures.values())
-        if not plain or q.is_meta or any(type(x) not in _PLAIN for x in given):
+        tensors = all(isinstance(x, torch.Tensor) and not x.is_meta for x in (q, k, v))
+        given = (q, k, v, arguments.get("out_dtype"), *captures.values())
+        if not plain or not tensors or any(type(x) not in _PLAIN for x in given):
             return None
         program = self._lowered.program
         kinds = kinds_of(numbers, None, captures, location.numbers(program))

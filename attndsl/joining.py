@@ -81,7 +81,7 @@ def join(
         )
     made = [_made(number, program) for number, program in enumerate(programs, start=1)]
     before = _prefixes(len(programs), prefixes)
-    if isinstance(share, str) or not (
+    if isinstance(share, str | torch.Tensor) or not (
         isinstance(share, Collection) and all(isinstance(name, str) for name in share)
     ):
         raise ArgumentError("share is no list of names", hint='write share=("doc",)')

@@ -144,7 +144,8 @@ def _logits(sink: object, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     """The sink's logits, of ``dtype``, against (batch, heads, length)."""
     batch, heads = out.shape[:2]
     if isinstance(sink, int | float) and not isinstance(sink, bool):
-        return torch.full((1, 1, 1), sink, dtype=dtype, device=out.device)
+        number: float = torch.sym_float(sink)  # type: ignore[no-untyped-call]
+        return torch.full((1, 1, 1), number, dtype=dtype, device=out.device)
     if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
         kind = sink.dtype if isinstance(sink, torch.Tensor) else type(sink).__name__
         raise ArgumentError(f"sink is a {kind}", hint="pass a number or a float tensor (heads,)")

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
+from attndsl.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+)
+from attndsl.runtime.arguments import autocast_dtype
 from attndsl.runtime.seed import draw_seed
 from attndsl.torch_api.call import Capture, attend
 from attndsl.torch_api.masks import capture_mask
@@ -16,6 +23,7 @@ from attndsl.torch_api.weights import dense_weights
 
 __all__ = ["MultiheadAttention"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BATCHED = 3
 """Dims of (batch, length, features)."""
 
@@ -197,6 +205,7 @@ def _check_inputs(
     key_padding_mask: torch.Tensor | None,
 ) -> None:
     """Refuse inputs not of one rank and batch or the module's widths, and masks of other types."""
+    weight = module.q_proj_weight if module.in_proj_weight is None else module.in_proj_weight
     for name, x, width in (
         ("query", query, module.embed_dim),
         ("key", key, module.kdim),
@@ -204,6 +213,7 @@ def _check_inputs(
     ):
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(f"{name} is a {type(x).__name__}", hint="pass a tensor")
+        _check_is_like_weights(name, x, weight)
         if x.dim() not in (_BATCHED - 1, _BATCHED) or x.dim() != query.dim():
             raise ShapeError(
                 f"{name} has {x.dim()} dims {tuple(x.shape)}",
@@ -238,6 +248,23 @@ def _check_inputs(
         raise ShapeError(
             f"key has length {key.shape[length]} and value has length {value.shape[length]}",
             hint="each key has one value: make them equal",
+        )
+
+
+def _check_is_like_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Refuse inputs that cannot be multiplied with weights; other kinds of tensors see to it."""
+    if type(x) not in _PLAIN or type(weight) not in _PLAIN:
+        return
+    if x.device != weight.device:
+        raise DeviceError(
+            f"{name} is on {x.device} and the module is on {weight.device}",
+            hint=f"move one of them: {name}.to({str(weight.device)!r})",
+        )
+    own, wanted = (autocast_dtype(y.dtype, y.device.type) for y in (x, weight))
+    if own is not wanted or not x.is_floating_point():
+        raise DTypeError(
+            f"{name} is of dtype {x.dtype}, and the module of {weight.dtype}",
+            hint=f"convert one of them: {name}.to({weight.dtype})",
         )
 
 

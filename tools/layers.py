@@ -42,7 +42,16 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"explain", "picture", "made_up"}),
     frozenset({"compiled"}),
     frozenset(
-        {"analysis", "in_graphs", "introspection", "other_lengths", "repeated", "serving", "views"}
+        {
+            "analysis",
+            "in_graphs",
+            "introspection",
+            "other_lengths",
+            "refusals",
+            "repeated",
+            "serving",
+            "views",
+        }
     ),
     frozenset({"attention"}),
     frozenset({"warming", "comparing"}),

@@ -13,6 +13,8 @@ import torch
 
 from attndsl.errors import ArgumentError, ShapeError
 
+from .checks import whole_of, wholes_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -67,6 +69,8 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
     window_right: int
 
     def __post_init__(self) -> None:
+        whole_of("window_left", self.window_left)
+        whole_of("window_right", self.window_right)
         if self.window_left < 0 or self.window_right < 0:
             raise ArgumentError(
                 f"the window reaches {self.window_left} keys back and {self.window_right} on",
@@ -108,17 +112,20 @@ class BlockDiagonalMask(AttentionBias):
         Raises:
             ShapeError: The numbers of sequences differ.
         """
-        lengths = tuple(q_seqlen if kv_seqlen is None else kv_seqlen)
-        if len(lengths) != len(q_seqlen):
-            raise ShapeError(
-                f"q_seqlen is of {len(q_seqlen)} sequences, and kv_seqlen of {len(lengths)}",
-                hint="pass a length for each sequence",
-            )
-        return cls(_starts(q_seqlen), _starts(lengths), lengths)
+        rows = wholes_of("q_seqlen", q_seqlen)
+        lengths = rows if kv_seqlen is None else wholes_of("kv_seqlen", kv_seqlen)
+        _check_count(rows, lengths)
+        return cls(_starts(rows), _starts(lengths), lengths)
 
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[torch.Tensor]) -> tuple[Self, torch.Tensor]:
-        """A mask and the tensors (batch, length, ...) behind one another, as one of batch 1."""
+        """A mask and the tensors (batch, length, ...) behind one another, as one of batch 1.
+
+        Raises:
+            ArgumentError: There are none, or they are no such tensors.
+            ShapeError: They differ in more than batch and length.
+        """
+        _check_tensors(tensors)
         lengths = [x.shape[1] for x in tensors for _ in range(x.shape[0])]
         packed = torch.cat([x.flatten(0, 1)[None] for x in tensors], 1)
         made = cls.from_seqlens(lengths)
@@ -130,8 +137,13 @@ class BlockDiagonalMask(AttentionBias):
         They are those of :meth:`from_tensor_list`, or one of batch 1 for each sequence.
 
         Raises:
+            ArgumentError: It is no tensor.
             ShapeError: The tensor has other rows.
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(
+                f"tensor is a {type(tensor).__name__}", hint="pass what a call gave"
+            )
         if tensor.shape[:2] != (1, self.q_starts[-1]):
             raise ShapeError(
                 f"the tensor has shape {tuple(tensor.shape)}, for {self.q_starts[-1]} rows",
@@ -222,17 +234,15 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
             ShapeError: The numbers of sequences differ.
             ArgumentError: A sequence has more keys than there is room for.
         """
-        if len(q_seqlen) != len(kv_seqlen):
-            raise ShapeError(
-                f"q_seqlen is of {len(q_seqlen)} sequences, and kv_seqlen of {len(kv_seqlen)}",
-                hint="pass a length for each sequence",
-            )
-        if any(not 0 <= length <= kv_padding for length in kv_seqlen):
+        rows, lengths = wholes_of("q_seqlen", q_seqlen), wholes_of("kv_seqlen", kv_seqlen)
+        room = whole_of("kv_padding", kv_padding)
+        _check_count(rows, lengths)
+        if any(not 0 <= length <= room for length in lengths):
             raise ArgumentError(
-                f"kv_seqlen is {list(kv_seqlen)}, with room for {kv_padding} keys each",
+                f"kv_seqlen is {list(lengths)}, with room for {room} keys each",
                 hint="pass lengths from 0 to kv_padding",
             )
-        return cls(_starts(q_seqlen), _starts([kv_padding] * len(kv_seqlen)), tuple(kv_seqlen))
+        return cls(_starts(rows), _starts([room] * len(lengths)), lengths)
 
 
 @dataclass(frozen=True)
@@ -240,6 +250,32 @@ class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     """The same, where the last query of each sequence sees all its keys, and so on."""
 
 
+def _check_count(rows: Sequence[int], lengths: Sequence[int]) -> None:
+    if len(rows) != len(lengths):
+        raise ShapeError(
+            f"q_seqlen is of {len(rows)} sequences, and kv_seqlen of {len(lengths)}",
+            hint="pass a length for each sequence",
+        )
+
+
+def _check_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse what is no list of tensors (batch, length, ...) that agree in all else."""
+    good = isinstance(tensors, list | tuple) and len(tensors) > 0
+    if not good or not all(isinstance(x, torch.Tensor) and x.dim() > 1 for x in tensors):
+        raise ArgumentError(
+            "tensors is no list of tensors", hint="pass [tensor (batch, length, ...), ...]"
+        )
+    first = tensors[0]
+    for x in tensors:
+        if x.shape[2:] != first.shape[2:] or x.device != first.device:
+            raise ShapeError(
+                f"a tensor has shape {tuple(x.shape)} on {x.device}, and the first one "
+                f"{tuple(first.shape)} on {first.device}",
+                hint="pass tensors that differ in batch and length alone",
+            )
+
+
 def _check_window(window_size: int) -> None:
+    whole_of("window_size", window_size)
     if window_size < 1:
         raise ArgumentError(f"window_size is {window_size}", hint="pass a number from 1 on")

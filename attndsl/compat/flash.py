@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from attndsl.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from attndsl.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
+from attndsl.runtime.arguments import check_is_like, check_is_writable
 
+from .checks import ints_of, number_of, window_of
 from .programs import (
     attend,
     check_layout,
@@ -18,11 +21,9 @@ from .programs import (
     probability_of,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 _DENSE = "(batch, length, heads, dim)"
 _PACKED = "(total, heads, dim)"
+Window = Sequence[int | None] | None
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -30,11 +31,11 @@ def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -48,8 +49,8 @@ def flash_attn_func(
         dropout_p: Probability with which a weight is dropped.
         softmax_scale: Factor of q . k; 1 / sqrt(dim) by default.
         causal: Whether the last query sees all keys, the one before all but one, and so on.
-        window_size: How many keys to the left and to the right of its position a query sees; -1
-            for all. Causal queries see none to the right.
+        window_size: How many keys to the left and to the right of its position a query sees; -1 or
+            None for all. Causal queries see none to the right.
         softcap: Limit of scores; none if it is not above 0.
         alibi_slopes: (heads,) or (batch, heads): ``slope * |distance|`` is taken from the score.
             Gets its gradient, unlike in flash-attn.
@@ -86,11 +87,11 @@ def flash_attn_varlen_func(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -131,6 +132,11 @@ def flash_attn_varlen_func(
     _check_no_pages(block_table, "k")
     check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if starts.device != q.device:
+            raise DeviceError(
+                f"{name} is on {starts.device} and q is on {q.device}", hint=f"{name}.to(q.device)"
+            )
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ShapeError(
             f"cu_seqlens_q is of {cu_seqlens_q.shape[0] - 1} sequences, and cu_seqlens_k of "
@@ -168,8 +174,8 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
@@ -212,10 +218,13 @@ def flash_attn_with_kvcache(
         raise UnsupportedError(
             "rotary_cos and rotary_sin are given", hint="rotate q and k before the call"
         )
-    if cache_batch_idx is not None:
-        _numbers("cache_batch_idx", cache_batch_idx, q, ((q.shape[0],),))
     if (k is None) is not (v is None):
         raise ArgumentError("one of k and v is given", hint="pass both, or neither")
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ShapeError(
+            f"k_cache is {tuple(k_cache.shape)} and v_cache is {tuple(v_cache.shape)}",
+            hint="both have the same entries, room and key heads",
+        )
     batch, room = q.shape[0], k_cache.shape[1]
     if cache_seqlens is None:
         if k is not None:
@@ -223,44 +232,60 @@ def flash_attn_with_kvcache(
                 "k is given without cache_seqlens", hint="pass the number of keys in the cache"
             )
         cache_seqlens = room
-    lengths = _numbers("cache_seqlens", cache_seqlens, q, ((), (1,), (batch,))).expand(batch)
-    if k is not None and v is not None:
-        _append(k_cache, v_cache, (k, v), lengths, cache_batch_idx)
-        lengths = lengths + k.shape[1]
-    if cache_batch_idx is not None:
-        k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
+    lengths = ints_of("cache_seqlens", cache_seqlens, q, (), (1,), (batch,)).expand(batch)
+    entries = _entries(cache_batch_idx, q, k_cache.shape[0])
+    start = _start(cache_leftpad, q, lengths, room)
     slopes = _slopes(alibi_slopes, batch, q.shape[2])
     captures = {
-        **_window(causal, window_size),
-        **present(cap=_cap(softcap), slopes=slopes, start=cache_leftpad),
-    }
+        **_window(causal, window_size), **present(cap=_cap(softcap), slopes=slopes, start=start),
+    }  # fmt: skip
     options = _options(softmax_scale, None, return_softmax_lse)
+    # Behind all of that, so that a call that is refused for it has written nothing.
+    if k is not None and v is not None:
+        _append(q, (k_cache, v_cache), (k, v), lengths, entries)
+        lengths = lengths + k.shape[1]
+    if entries is not None:
+        k_cache, v_cache = k_cache[entries], v_cache[entries]
     options |= {"q_offset": lengths - q.shape[1], "kv_lengths": lengths}
     out, lse = attend(q, k_cache, v_cache, captures, options)
     return out if lse is None else (out, lse)
 
 
-def _numbers(
-    name: str, given: object, q: torch.Tensor, shapes: Sequence[tuple[int, ...]]
-) -> torch.Tensor:
-    """Ints of one of these shapes.
+def _entries(given: torch.Tensor | None, q: torch.Tensor, count: int) -> torch.Tensor | None:
+    """The entry of each sequence in a cache that has ``count``; None where it is its number.
 
     Raises:
-        ArgumentError: They are no such ints.
+        ArgumentError: They are no ints of this batch, or there is no such entry.
     """
-    found = torch.as_tensor(given, device=q.device)
-    integral = not (found.is_floating_point() or found.is_complex() or found.dtype is torch.bool)
-    if not integral or found.shape not in shapes:
-        raise ArgumentError(
-            f"{name} has shape {tuple(found.shape)} and dtype {found.dtype}",
-            hint=f"pass ({q.shape[0]},) ints",
-        )
-    return found
+    if given is None:
+        return None
+    entries = ints_of("cache_batch_idx", given, q, (q.shape[0],)).long()
+    check_within("cache_batch_idx", entries, count - 1, "the cache has {} entries", count)
+    return entries
+
+
+def _start(
+    leftpad: torch.Tensor | None, q: torch.Tensor, lengths: torch.Tensor, room: int
+) -> torch.Tensor | None:
+    """The first key of each entry.
+
+    Raises:
+        ArgumentError: They are no ints of this batch, or an entry begins behind its keys. On GPUs
+            such an entry has no key.
+    """
+    if leftpad is None:
+        return None
+    start = ints_of("cache_leftpad", leftpad, q, (q.shape[0],))
+    if start.device.type == "cpu":
+        counts = lengths.long() - start.long()
+        told = "no entry begins behind its keys"
+        check_within("cache_seqlens - cache_leftpad", counts, room, told)
+    return start
 
 
 def _append(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
     new: tuple[torch.Tensor, torch.Tensor],
     lengths: torch.Tensor,
     entries: torch.Tensor | None,
@@ -269,50 +294,65 @@ def _append(
 
     Raises:
         ShapeError: They do not fit the cache.
-        DTypeError: The cache has another dtype.
-        ArgumentError: The cache has no room for them.
+        DTypeError, DeviceError: The cache has another dtype, or lies elsewhere.
+        ArgumentError: The cache has no room for them, or is expanded.
+        UnsupportedError: The cache is learned.
     """
-    for name, cache, x in (("k", k_cache, new[0]), ("v", v_cache, new[1])):
-        if x.dim() != 4 or x.shape[2:] != cache.shape[2:] or x.shape[0] != lengths.shape[0]:
+    check_layout(q, *new, 4, _DENSE)
+    for name, cache, x in (("k", caches[0], new[0]), ("v", caches[1], new[1])):
+        if x.shape[2:] != cache.shape[2:] or x.shape[0] != q.shape[0]:
             raise ShapeError(
                 f"{name} has shape {tuple(x.shape)}, for a cache of {tuple(cache.shape)}",
                 hint="pass (batch, new keys, key heads, dim)",
             )
-        if x.dtype is not cache.dtype:
-            raise DTypeError(
-                f"{name} is of {x.dtype}, for a cache of {cache.dtype}",
-                hint=f"pass {name}.to({name}_cache.dtype)",
+        if entries is None and cache.shape[0] != q.shape[0]:
+            raise ShapeError(
+                f"{name}_cache has {cache.shape[0]} entries and q has batch {q.shape[0]}",
+                hint="pass cache_batch_idx, the entry of each sequence",
             )
-        room = cache.shape[1] - x.shape[1]
-        told = f"the cache has room for {cache.shape[1]} keys, {x.shape[1]} of them new"
-        check_within("cache_seqlens", lengths, room, told)
-    for cache, x in ((k_cache, new[0]), (v_cache, new[1])):
-        rows = torch.arange(x.shape[0], device=x.device) if entries is None else entries.long()
+        if cache.device != q.device:
+            raise DeviceError(
+                f"{name}_cache is on {cache.device} and q is on {q.device}",
+                hint=f"move one of them: {name}_cache.to(q.device)",
+            )
+        check_is_like(name, x, f"{name}_cache", cache)
+        check_is_writable(f"{name}_cache", cache)
+        if cache.is_leaf and cache.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{name}_cache requires grad, and {name} is written into it",
+                hint=f"pass {name}_cache.detach(), or call it within torch.no_grad()",
+            )
+        room, count = cache.shape[1], x.shape[1]
+        told = "the cache has room for {} keys, {} of them new"
+        check_within("cache_seqlens", lengths, room - count, told, room, count)
+    for cache, x in zip(caches, new, strict=True):
+        rows = torch.arange(x.shape[0], device=x.device) if entries is None else entries
         places = lengths.long()[:, None] + torch.arange(x.shape[1], device=x.device)
         cache[rows[:, None], places] = x
 
 
-def _window(causal: bool, window_size: Sequence[int]) -> dict[str, int]:
+def _window(causal: bool, window_size: Window) -> dict[str, int]:
     """Reach to the left and to the right, where it is limited."""
-    if len(window_size) != 2:
-        raise ArgumentError(
-            f"window_size is {tuple(window_size)}", hint="pass (left, right), -1 for no limit"
-        )
-    left, right = window_size
+    left, right = window_of(window_size)
     found = {"left": left} if left >= 0 else {}
     if causal:
         return {**found, "right": 0}
     return {**found, "right": right} if right >= 0 else found
 
 
-def _cap(softcap: float) -> float | None:
-    return softcap if softcap > 0 else None
+def _cap(softcap: float | None) -> float | None:
+    limit: float = number_of("softcap", softcap)
+    return limit if limit > 0 else None
 
 
 def _slopes(slopes: torch.Tensor | None, entries: int, heads: int) -> torch.Tensor | None:
     """(entries, heads)."""
     if slopes is None:
         return None
+    if not isinstance(slopes, torch.Tensor):
+        raise ArgumentError(
+            f"alibi_slopes is a {type(slopes).__name__}", hint="pass torch.as_tensor(alibi_slopes)"
+        )
     if slopes.shape not in ((heads,), (entries, heads)):
         raise ShapeError(
             f"alibi_slopes has shape {tuple(slopes.shape)}",
@@ -326,8 +366,8 @@ def _options(scale: float | None, deterministic: bool | None, return_lse: bool) 
     return {"scale": scale, "deterministic": deterministic or None, "return_lse": return_lse}
 
 
-def _check_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
-    if dropout_p > 0 and return_attn_probs:
+def _check_probabilities(dropout_p: float | None, return_attn_probs: bool) -> None:
+    if number_of("dropout_p", dropout_p) > 0 and return_attn_probs:
         raise UnsupportedError(
             "return_attn_probs is given with dropout_p",
             hint="drop return_attn_probs; attn.weights(q, k, seed=...) shows which are dropped",

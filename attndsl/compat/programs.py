@@ -10,6 +10,8 @@ from attndsl.api import compile as compile_program
 from attndsl.errors import ArgumentError, ShapeError
 from attndsl.runtime.values import check_range
 
+from .checks import number_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -84,14 +86,18 @@ def packed_rows(
     return Rows(first, end, aligned, entry)
 
 
-def check_within(name: str, values: torch.Tensor, greatest: int, told: str) -> None:
+def check_within(
+    name: str, values: torch.Tensor, greatest: int, told: str, *sizes: int
+) -> None:  # fmt: skip
     """Refuse ints outside of 0 to ``greatest``. Graphs of ``torch.compile`` do not look.
+
+    See :func:`attndsl.runtime.values.check_range`.
 
     Raises:
         ArgumentError: Some lie outside, and are not on a GPU, where that is an assertion.
     """
     if not torch.compiler.is_compiling():
-        check_range(name, values, 0, greatest, told)
+        check_range(name, values, 0, greatest, told, *sizes)
 
 
 def check_offsets(name: str, offsets: object, rows: int) -> None:
@@ -115,26 +121,32 @@ def check_offsets(name: str, offsets: object, rows: int) -> None:
             hint=f"pass {name}=torch.tensor([0, 5, 12]) for sequences of 5 and 7, on the device",
         )
     assert isinstance(offsets, torch.Tensor)
-    check_within(name, offsets, rows, f"there are {rows} rows")
+    check_within(name, offsets, rows, "there are {} rows", rows)
 
 
 def check_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int, layout: str) -> None:
     """Refuse tensors of another layout.
 
     Raises:
+        ArgumentError: One of them is no tensor.
         ShapeError: One of them has another number of dims.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(
+                f"{name} is a {type(x).__name__}", hint=f"pass a tensor of shape {layout}"
+            )
         if x.dim() != dims:
             raise ShapeError(f"{name} has {x.dim()} dims", hint=f"pass tensors of shape {layout}")
 
 
-def probability_of(p: float) -> dict[str, Any]:
+def probability_of(p: float | None) -> dict[str, Any]:
     """Dropout as captures; none where nothing is dropped.
 
     Raises:
         ArgumentError: No probability.
     """
+    p = number_of("dropout", p)
     if not 0 <= p <= 1:
         raise ArgumentError(f"dropout is {p}", hint="pass a probability from 0 to 1")
     return {"p": p} if p > 0 else {}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attndsl.errors import DTypeError, ShapeError, UnsupportedError
+from attndsl.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 
 from . import biases
 from .programs import attend, check_layout, packed_rows, present, probability_of
@@ -27,7 +27,7 @@ def memory_efficient_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_bias: torch.Tensor | biases.AttentionBias | None = None,
-    p: float = 0.0,
+    p: float | None = 0.0,
     scale: float | None = None,
     *,
     op: object = None,
@@ -60,6 +60,11 @@ def memory_efficient_attention(
         raise UnsupportedError(
             "op chooses kernels of xFormers", hint="drop it: attndsl chooses its own"
         )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(
+                f"{name} is a {type(x).__name__}", hint=f"pass a tensor of shape {_LAYOUT}"
+            )
     q, k, v = _heads(query), _key_heads(key), _key_heads(value)
     check_layout(q, k, v, 4, _LAYOUT)
     captures, options = _captures(attn_bias, q, k)
@@ -171,9 +176,14 @@ def _pairs(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor
     """(batch or 1, heads or 1, length, keys).
 
     Raises:
-        DTypeError: It is no float tensor.
+        ArgumentError, DTypeError: It is no float tensor.
         ShapeError: It does not broadcast to that.
     """
+    if not isinstance(bias, torch.Tensor):
+        raise ArgumentError(
+            f"the bias is a {type(bias).__name__}",
+            hint="pass a float tensor (batch, heads, length, keys)",
+        )
     if not bias.is_floating_point():
         raise DTypeError(
             f"attn_bias is of {bias.dtype}",

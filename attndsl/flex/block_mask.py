@@ -11,6 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_blocks
 
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.passes.tiles.plan import EMPTY, FORWARD, FULL, PARTIAL
+from attndsl.passes.widths import POSITION_LIMIT
+from attndsl.runtime.sources import device_of
 from attndsl.runtime.tiles import find_tiles, kinds_by_pairs
 
 from .cache import default_traces
@@ -212,13 +214,13 @@ def _create(
         )
     device = _device(device)
     sizes = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size,) * 2
-    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size < 1 << 63 for size in sizes):
         raise ArgumentError(
             f"BLOCK_SIZE is {block_size!r}", hint="pass a whole number, 1 or more, or two of them"
         )
     rows, columns = sizes
     for name, size in (("B", batch), ("H", heads), ("Q_LEN", q_len), ("KV_LEN", kv_len)):
-        if not isinstance(size, int) or size < 0:
+        if type(size) is not int or not 0 <= size < POSITION_LIMIT:
             raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 0 or more")
     lengths = position_ranges(batch, heads, q_len, kv_len)
     traced = default_traces().trace(None, mask_mod, torch.float32, device, lengths)
@@ -256,7 +258,9 @@ def _create(
 
 def _device(given: torch.device | str | None) -> torch.device:
     """Where the captured tensors are."""
-    return torch.device(given or torch.accelerator.current_accelerator() or "cpu")
+    if given is None:
+        given = torch.accelerator.current_accelerator() or "cpu"
+    return device_of(given)
 
 
 _REASON = (

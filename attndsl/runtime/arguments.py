@@ -153,6 +153,15 @@ def check_is_strided(name: str, x: torch.Tensor) -> None:
         raise ArgumentError(f"{name} has the layout {kind}", hint=f"pass {name}.to_dense()")
 
 
+def check_is_writable(name: str, x: torch.Tensor) -> None:
+    """Refuse tensors of which several elements are one, where results are to be written."""
+    if any(step == 0 and n > 1 for n, step in zip(x.shape, x.stride(), strict=True)):
+        raise ArgumentError(
+            f"{name} is expanded: several of its elements are one",
+            hint=f"pass {name}.contiguous()",
+        )
+
+
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse q, k and v that do not go together."""
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -10,6 +10,7 @@ Non-goals: derivatives of these gradients.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from attndsl.backends.base import Backward, Wants
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 
-from .arguments import is_wide, learned
+from .arguments import check_is_writable, is_wide, learned
 from .autograd import settled, without_neg
 from .distributed import is_dtensor, refuse_context_parallel
 from .higher import is_transformed
@@ -79,7 +80,7 @@ def wants_for(call: Call, asked: Asked) -> Wants:
         ArgumentError: A name that is no operand, or no float tensor that is captured.
         DTypeError: A dtype that there is not.
     """
-    for name in asked.operands:
+    for name in _names("wants", asked.operands):
         if name not in OPERANDS:
             raise ArgumentError(
                 f"there is no operand {name!r} to want a gradient of",
@@ -89,7 +90,7 @@ def wants_for(call: Call, asked: Asked) -> Wants:
     if asked.captures is None:
         names = learned(captures)
     else:
-        names = frozenset(asked.captures)
+        names = _names("wants_captures", asked.captures)
         for name in sorted(names):
             value = captures.get(name)
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -102,6 +103,21 @@ def wants_for(call: Call, asked: Asked) -> Wants:
     wide = is_wide("grad_dtype", asked.dtype, call.q.dtype)
     params = names.intersection(call.params)
     return Wants(q, k, v, tensors, params, wide=wide, partial=True)
+
+
+def _names(argument: str, given: Collection[str]) -> frozenset[str]:
+    """The names that ``argument`` has.
+
+    Raises:
+        ArgumentError: It has none, but something else.
+    """
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
+        raise ArgumentError(f"{argument} is a {type(given).__name__}", hint="pass a list of names")
+    names = [*given]
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentError(f"{argument} has {name!r}", hint="pass a list of names")
+    return frozenset(names)
 
 
 def check_results(program: Program, call: Call, given: Results) -> None:
@@ -163,21 +179,29 @@ def check_room(
     """
     if room is None:
         return
-    hint = f"give room of shape {tuple(shape)}, {kind}, on {device}"
     if not isinstance(room, torch.Tensor):
-        raise ArgumentError(f"room is a {type(room).__name__}", hint=hint)
+        raise ArgumentError(
+            f"room is a {type(room).__name__}", hint=_room_hint(shape, kind, device)
+        )
     if is_dtensor(room):
         raise ArgumentError("room is a DTensor", hint="pass this process's part: room.to_local()")
     if tuple(room.shape) != tuple(shape):
-        raise ShapeError(f"room has shape {tuple(room.shape)}", hint=hint)
+        raise ShapeError(
+            f"room has shape {tuple(room.shape)}", hint=_room_hint(shape, kind, device)
+        )
     if room.dtype is not kind:
-        raise DTypeError(f"room is of dtype {room.dtype}", hint=hint)
+        raise DTypeError(f"room is of dtype {room.dtype}", hint=_room_hint(shape, kind, device))
     if room.device != device:
-        raise DeviceError(f"room is on {room.device}", hint=hint)
+        raise DeviceError(f"room is on {room.device}", hint=_room_hint(shape, kind, device))
+    check_is_writable("room", room)
     if room.requires_grad:
         raise ArgumentError(
             "room requires grad, and what is put there has none", hint="pass room.detach()"
         )
+
+
+def _room_hint(shape: Sequence[int], kind: torch.dtype, device: torch.device) -> str:
+    return f"give room of shape {tuple(shape)}, {kind}, on {device}"
 
 
 def in_room(room: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor | None:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attndsl.errors import ProgramWarning
 from attndsl.ir import Op, node, var
 
-from .location import Location
+from .location import LOCATION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from attndsl.backends.base import Call
     from attndsl.ir import Node, Program
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).parents[1]
 _FOLDERS = (f"{_ROOT}{os.sep}", f"{_ROOT.parent / 'backends'}{os.sep}")
 """Where the package's own code lies, also in a checkout."""
-_NOWHERE = {each.name: each.default for each in fields(Location)}
-"""Where a call lies that does not say so."""
 _MANY_HEADS = 256
 """More heads than models have."""
 
@@ -48,13 +45,16 @@ def _level() -> int:
     return level
 
 
-def doubts_of_call(program: Program, call: Call, location: Location) -> Iterator[ProgramWarning]:
+def doubts_of_call(
+    program: Program, call: Call, said: Mapping[str, object]
+) -> Iterator[ProgramWarning]:  # fmt: skip
     """What a call is given and hardly can mean.
 
     Args:
         program: What is called.
         call: The checked call.
-        location: Where it says that it lies.
+        said: Arguments as the caller wrote them. One of 0 says where the call lies, as the first
+            part of a larger one has it, and None says nothing.
     """
     heads, q_len, kv_len = call.q.shape[1], call.q.shape[2], call.k.shape[2]
     if heads > _MANY_HEADS and q_len < heads:
@@ -64,7 +64,7 @@ def doubts_of_call(program: Program, call: Call, location: Location) -> Iterator
             hint="pass (batch, heads, length, dim): q.transpose(1, 2), which copies nothing",
         )
         return
-    placed = any(getattr(location, name) is not value for name, value in _NOWHERE.items())
+    placed = any(said.get(name) is not None for name in LOCATION)
     if q_len == kv_len or 0 in (q_len, kv_len) or placed or not _is_causal(program.mask):
         return
     unseen = "" if q_len > kv_len else f", and no row sees the last {kv_len - q_len}"

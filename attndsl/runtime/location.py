@@ -301,10 +301,15 @@ def check_lengths(lengths: object, batch: int, device: torch.device) -> None:
     Raises:
         DTypeError, ShapeError, DeviceError: Says which, and what to pass.
     """
-    hint = f"pass ({batch},) ints on {device}, the number of keys of each batch entry"
     if not isinstance(lengths, torch.Tensor) or lengths.dtype not in INTS:
-        raise DTypeError("kv_lengths is no int tensor", hint=hint)
+        raise DTypeError("kv_lengths is no int tensor", hint=_lengths_hint(batch, device))
     if tuple(lengths.shape) != (batch,):
-        raise ShapeError(f"kv_lengths has shape {tuple(lengths.shape)}", hint=hint)
+        raise ShapeError(
+            f"kv_lengths has shape {tuple(lengths.shape)}", hint=_lengths_hint(batch, device)
+        )
     if lengths.device != device:
-        raise DeviceError(f"kv_lengths is on {lengths.device}", hint=hint)
+        raise DeviceError(f"kv_lengths is on {lengths.device}", hint=_lengths_hint(batch, device))
+
+
+def _lengths_hint(batch: int, device: torch.device) -> str:
+    return f"pass ({batch},) ints on {device}, the number of keys of each batch entry"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,7 +19,10 @@ from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
 from .appending import AUTO, BY_KERNEL, FP8, Scale, append
-from .arguments import FLOATS
+from .arguments import FLOATS, check_is_writable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _INTS = (torch.int32, torch.int64)
 _DIMS = 4
@@ -105,16 +108,16 @@ class PagedCache:
         Raises:
             ShapeError, DTypeError, DeviceError: Tensors do not go together.
             BackendError: The kernel does not run on this device.
-            ArgumentError: Another backend. On CPUs, or with ``ATTNDSL_VERIFY=1``: as
-                :meth:`validate`.
+            ArgumentError: Another backend. On CPUs, or with ``ATTNDSL_VERIFY=1``, but not in graphs
+                of ``torch.compile``: as :meth:`validate`.
         """
         check_starts(self, starts)
         _check_rows(self, k, v)
-        if backend not in (AUTO, BY_KERNEL):
+        if not isinstance(backend, str) or backend not in (AUTO, BY_KERNEL):
             raise ArgumentError(
                 f"append has no backend {backend!r}", hint=f"use {AUTO!r} or {BY_KERNEL!r}"
             )
-        if looks_at_values(self.table.device):
+        if not torch.compiler.is_compiling() and looks_at_values(self.table.device):
             self.validate(starts, k.shape[0])
         append(self, k, v, starts, backend)
 
@@ -129,6 +132,8 @@ class PagedCache:
             ArgumentError: The first request that has a page number out of range, a length that is
                 negative or beyond its table, starts that fall, or more queries than keys.
         """
+        if not (tokens is None or isinstance(tokens, int)):
+            raise ArgumentError(f"tokens is a {type(tokens).__name__}", hint="pass an int")
         if starts is not None and _is_right(self, starts, tokens):
             return
         _check_lengths(self)
@@ -251,35 +256,39 @@ def _check_scale(cache: PagedCache, name: str, scale: object) -> None:
             f"{name} is given, and the pages are {cache.k_pages.dtype}",
             hint="scales belong to pages of torch.float8_e4m3fn: drop it",
         )
-    heads = cache.k_pages.shape[2]
-    hint = (
-        f"pass a number, or an fp32 tensor of shape (), ({heads},) or "
-        f"{tuple(cache.k_pages.shape[:3])}"
-    )
     if isinstance(scale, int | float) and not isinstance(scale, bool):
         return
+    shape = cache.k_pages.shape[:3]
     if not isinstance(scale, torch.Tensor) or scale.dtype is not torch.float32:
-        raise DTypeError(f"{name} is no fp32 tensor and no number", hint=hint)
-    if tuple(scale.shape) not in ((), (heads,), tuple(cache.k_pages.shape[:3])):
-        raise ShapeError(f"{name} has shape {tuple(scale.shape)}", hint=hint)
+        raise DTypeError(f"{name} is no fp32 tensor and no number", hint=_scale_hint(shape))
+    if tuple(scale.shape) not in ((), (shape[2],), tuple(shape)):
+        raise ShapeError(f"{name} has shape {tuple(scale.shape)}", hint=_scale_hint(shape))
     if scale.device != cache.k_pages.device:
         raise DeviceError(f"{name} is on {scale.device}", hint=f"{name}.to(k_pages.device)")
+
+
+def _scale_hint(shape: Sequence[int]) -> str:
+    return f"pass a number, or an fp32 tensor of shape (), ({shape[2]},) or {tuple(shape)}"
 
 
 def _check_rows(cache: PagedCache, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse keys and values of a step that do not fit the pages."""
     for name, rows, pages in (("k", k, cache.k_pages), ("v", v, cache.v_pages)):
-        hint = f"pass (tokens, {pages.shape[2]}, {pages.shape[3]}) floats on {pages.device}"
         if not isinstance(rows, torch.Tensor) or rows.dtype not in FLOATS:
-            raise DTypeError(f"{name} is no float tensor", hint=hint)
+            raise DTypeError(f"{name} is no float tensor", hint=_rows_hint(pages))
         if rows.dim() != 3 or tuple(rows.shape[1:]) != tuple(pages.shape[2:]):
-            raise ShapeError(f"{name} has shape {tuple(rows.shape)}", hint=hint)
+            raise ShapeError(f"{name} has shape {tuple(rows.shape)}", hint=_rows_hint(pages))
         if rows.device != pages.device:
-            raise DeviceError(f"{name} is on {rows.device}", hint=hint)
+            raise DeviceError(f"{name} is on {rows.device}", hint=_rows_hint(pages))
+        check_is_writable(f"{name}_pages", pages)
     if k.shape[0] != v.shape[0]:
         raise ShapeError(
             f"k has {k.shape[0]} tokens and v has {v.shape[0]}", hint="both have one row a token"
         )
+
+
+def _rows_hint(pages: torch.Tensor) -> str:
+    return f"pass (tokens, {pages.shape[2]}, {pages.shape[3]}) floats on {pages.device}"
 
 
 def check_starts(cache: PagedCache, starts: object) -> None:
@@ -288,13 +297,16 @@ def check_starts(cache: PagedCache, starts: object) -> None:
     Raises:
         ShapeError, DTypeError, DeviceError: Says which, and what to pass.
     """
-    hint = f"pass ({cache.batch + 1},) ints: request b has tokens starts[b] to starts[b + 1] - 1"
     if not isinstance(starts, torch.Tensor) or starts.dtype not in _INTS:
-        raise DTypeError("starts is no int32 or int64 tensor", hint=hint)
+        raise DTypeError("starts is no int32 or int64 tensor", hint=_starts_hint(cache))
     if tuple(starts.shape) != (cache.batch + 1,):
-        raise ShapeError(f"starts has shape {tuple(starts.shape)}", hint=hint)
+        raise ShapeError(f"starts has shape {tuple(starts.shape)}", hint=_starts_hint(cache))
     if starts.device != cache.table.device:
         raise DeviceError(f"starts is on {starts.device}", hint="starts.to(table.device)")
+
+
+def _starts_hint(cache: PagedCache) -> str:
+    return f"pass ({cache.batch + 1},) ints: request b has tokens starts[b] to starts[b + 1] - 1"
 
 
 def _is_right(cache: PagedCache, starts: torch.Tensor, tokens: int | None) -> bool:

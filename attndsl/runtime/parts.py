@@ -99,24 +99,25 @@ def _check_share(
     """
     name, whole, own = expected
     variable = VARIABLE_OF[name]
-    has = f"{decl.name} has {count} elements along dim {dim}"
-    numbers = f"the whole call has {whole} of these, and its part {own}"
     if not _is_declared(decl, dim):
         if count == own:
             raise ArgumentError(
-                f"{has}, which the program looks up by '{variable}'; {numbers}",
+                f"{decl.name} has {count} elements along dim {dim}, which the program looks up by "
+                f"'{variable}'; the whole call has {whole} of these, and its part {own}",
                 hint=f"pass the whole tensor, or declare that dim as {name}",
             )
         return
     if count != own:
         raise ShapeError(
-            f"{has}, which is declared as {name}; {numbers}",
+            f"{decl.name} has {count} elements along dim {dim}, which is declared as {name}; "
+            f"the whole call has {whole} of these, and its part {own}",
             hint=f"pass the whole tensor, or the part's own {own} elements of it",
         )
     other = other_lookup(program, decl.name, dim, variable)
     if other is not None:
         raise ArgumentError(
-            f"{has}, the part's own of {whole}, and the program looks up others than '{variable}'",
+            f"{decl.name} has {count} elements along dim {dim}, the part's own of {whole}, and "
+            f"the program looks up others than '{variable}'",
             other.span,
             hint="pass the whole tensor",
         )

@@ -42,7 +42,7 @@ def device_of(name: str | torch.device) -> torch.device:
     """
     try:
         return torch.device(name)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise ArgumentError(
             f"there is no device {name!r}", hint="use 'cpu', 'cuda' or 'cuda:0'"
         ) from None

@@ -52,14 +52,13 @@ def check_queries(request: Request) -> None:
     q, cache = request.q, request.cache
     _check_cache(cache)
     heads, dim = cache.k_pages.shape[2:]
-    hint = f"pass (tokens, heads, {dim}), where heads is a multiple of {heads}"
     if not isinstance(q, torch.Tensor) or q.dim() != 3:
         what = f"has shape {tuple(q.shape)}" if isinstance(q, torch.Tensor) else "is no tensor"
-        raise ShapeError(f"q {what}", hint=hint)
+        raise ShapeError(f"q {what}", hint=_queries_hint(cache))
     if q.shape[2] != dim or q.shape[1] == 0 or q.shape[1] % heads:
         raise ShapeError(
             f"q has shape {tuple(q.shape)}, and the pages have {heads} heads of dim {dim}",
-            hint=hint,
+            hint=_queries_hint(cache),
         )
     if q.dtype not in FLOATS or not (cache.is_fp8 or q.dtype is cache.k_pages.dtype):
         raise DTypeError(
@@ -69,6 +68,11 @@ def check_queries(request: Request) -> None:
     if q.device != cache.k_pages.device:
         raise DeviceError(f"q is on {q.device}", hint="q.to(k_pages.device)")
     check_step(packed_queries(request))
+
+
+def _queries_hint(cache: PagedCache) -> str:
+    heads, dim = cache.k_pages.shape[2:]
+    return f"pass (tokens, heads, {dim}), where heads is a multiple of {heads}"
 
 
 def check_step(step: PackedQueries) -> None:

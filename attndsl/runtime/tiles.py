@@ -199,10 +199,11 @@ def given_tiles(
     """A caller's map for ``call``, on its device.
 
     Raises:
-        ArgumentError: It is of other sizes.
+        ArgumentError: It is no map, or of other sizes.
     """
     if tiles is None:
         return None
+    _check_is_map(tiles)
     sizes = call.sizes
     wanted = lowered.sparsity.maps(sizes["batch"], sizes["heads"])
     lengths = sizes["q_len"], sizes["kv_len"]
@@ -217,6 +218,13 @@ def given_tiles(
     return TileKinds(kinds, tiles.block_m, tiles.block_n)
 
 
+def _check_is_map(tiles: object) -> None:
+    if not isinstance(tiles, TileMap):
+        raise ArgumentError(
+            f"tiles is a {type(tiles).__name__}", hint="pass what Attention.tiles(...) gives"
+        )
+
+
 def tiles_key(tiles: TileMap | None) -> object:
     """What validation looks at in a caller's map.
 
@@ -225,10 +233,7 @@ def tiles_key(tiles: TileMap | None) -> object:
     """
     if tiles is None:
         return None
-    if not isinstance(tiles, TileMap):
-        raise ArgumentError(
-            f"tiles is a {type(tiles).__name__}", hint="pass what Attention.tiles(...) gives"
-        )
+    _check_is_map(tiles)
     return tiles.kinds.shape, tiles.q_len, tiles.kv_len
 
 

@@ -195,15 +195,15 @@ def _check_part(call: Call, part: Part, marks: bool) -> None:
         offset, index = getattr(call, f"{name}_offset"), getattr(call, f"{name}_index")
         whole = call.sizes[f"{name}_len"]
         if index is not None:
-            check_range(f"{name}_index", index, 0, whole - 1, f"{name}_len is {whole}")
+            check_range(f"{name}_index", index, 0, whole - 1, "{}_len is {}", name, whole)
         elif isinstance(offset, torch.Tensor):
-            told = f"{name}_len is {whole}, and the call has {rows} rows of it"
-            check_range(f"{name}_offset", offset, 0, whole - rows, told)
+            told = "{}_len is {}, and the call has {} rows of it"
+            check_range(f"{name}_offset", offset, 0, whole - rows, told, name, whole, rows)
         elif isinstance(offset, int) and isinstance(whole, int) and isinstance(rows, int):
             check_rows_within(name, offset, rows, whole)
     if part.kv_lengths is not None and not (marks and _is_of_entries(part.kv_lengths)):
         room = call.k.shape[2]
-        check_range("kv_lengths", part.kv_lengths, 0, room, f"k has room for {room} keys")
+        check_range("kv_lengths", part.kv_lengths, 0, room, "k has room for {} keys", room)
 
 
 def check_rows_within(name: str, offset: int, rows: int, whole: int) -> None:
@@ -228,7 +228,9 @@ def check_rows_within(name: str, offset: int, rows: int, whole: int) -> None:
         )
 
 
-def check_range(name: str, values: torch.Tensor, low: int, high: int, told: str) -> None:
+def check_range(
+    name: str, values: torch.Tensor, low: int, high: int, told: str, *parts: object
+) -> None:
     """Refuse elements outside of ``low ... high``; see :func:`_check_positions` for GPUs.
 
     Args:
@@ -236,7 +238,9 @@ def check_range(name: str, values: torch.Tensor, low: int, high: int, told: str)
         values: Ints.
         low: The least that may be.
         high: The greatest.
-        told: Why that is the greatest.
+        told: Why that is the greatest, with ``{}`` for each of the ``parts``. Text of a size that
+            a graph leaves open makes it a constant, so that none is made before a value is wrong.
+        *parts: Of that text.
 
     Raises:
         ArgumentError: Some lie outside, and are not on a GPU.
@@ -251,7 +255,7 @@ def check_range(name: str, values: torch.Tensor, low: int, high: int, told: str)
     least, greatest = (int(x) for x in torch.aminmax(values))
     if least < low or greatest > high:
         raise ArgumentError(
-            f"{name} has values from {least} to {greatest}, and {told}",
+            f"{name} has values from {least} to {greatest}, and {told.format(*parts)}",
             hint=f"pass {name} from {low} to {high}",
         )
 

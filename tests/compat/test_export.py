@@ -14,6 +14,7 @@ from torch.export import Dim
 
 import attndsl
 from attndsl import scaled_dot_product_attention
+from attndsl.compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from attndsl.errors import ShapeError, UnsupportedError
 from attndsl.flex import create_block_mask, flex_attention
 from attndsl.operands import Operands, packed
@@ -141,6 +142,39 @@ def test_saved_programs_run_in_another_process(tmp_path, names, strict):
         _export(tmp_path, name, strict)
     done = run_python(LOAD, tmp_path, *names)
     assert done.returncode == 0, done.stderr
+
+
+OPEN = {
+    "packed rows": (
+        lambda x, cu: flash_attn_varlen_func(x, x, x, cu, cu, 99, 99, causal=True), (0,),
+        lambda n: (torch.randn(n, 2, 8), torch.tensor([0, 7, n])),
+    ),
+    "kv_lengths": (
+        lambda q, k, lengths: ATTENTION(q, k, k, kv_lengths=lengths, q_offset=5), (0, 0, 0),
+        lambda n: (torch.randn(n, 2, 3, 8), torch.randn(n, 2, 30, 8), torch.arange(n)),
+    ),
+    "entries of a cache": (
+        lambda q, k, n: flash_attn_with_kvcache(q, k, k, cache_seqlens=n, causal=True), (0, 0, 0),
+        lambda n: (torch.randn(n, 1, 2, 8), torch.randn(n, 30, 2, 8), torch.arange(n) + 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_checks_leave_a_dim_open(name):
+    function, dims, inputs = OPEN[name]
+
+    class Layer(nn.Module):
+        def forward(self, *given):
+            return function(*given)
+
+    size = Dim("size", min=8, max=4096)
+    given = inputs(24)
+    shapes = [{dims[n]: size} if n < len(dims) else None for n in range(len(given))]
+    exported = torch.export.export(Layer(), given, dynamic_shapes=(tuple(shapes),), strict=True)
+    for count in (9, 26):
+        given = inputs(count)
+        torch.testing.assert_close(exported.module()(*given), function(*given))
 
 
 def test_dropout_of_an_exported_program_is_drawn_at_each_run():

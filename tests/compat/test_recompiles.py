@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import attndsl
-from attndsl import scaled_dot_product_attention
+from attndsl import PagedCache, scaled_dot_product_attention
+from attndsl.compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from attndsl.flex import flex_attention
 
 CAUSAL = attndsl.compile("causal()")
@@ -129,6 +131,130 @@ def test_values_seen_to_vary_compile_once_more(graphs, name):
     for arguments in calls:
         torch.testing.assert_close(compiled(*arguments), function(*arguments))
     assert graphs.counter.frame_count <= 2
+
+
+CELLS = attndsl.compile(
+    "tensor gain[heads]: float; tensor shift[batch]: float; score = score * gain[h] + shift[b]"
+)
+ENDS = attndsl.compile("tensor ends[batch]: int; mask = valid_keys(ends)")
+DOC = attndsl.compile("tensor doc[kv_len]: int; mask = doc[kv] > 0")
+SIZES, BATCHES = (21, 33, 50), (5, 7, 11)
+
+
+def _starts(rows):
+    return torch.tensor([0, rows // 3, rows], dtype=torch.int32)
+
+
+def _packed(q, k, cu_q, cu_k, slopes):
+    return flash_attn_varlen_func(
+        q, k, k, cu_q, cu_k, 99, 99, causal=True, softcap=9.0, alibi_slopes=slopes
+    )
+
+
+def _cached(q, k, lengths):
+    return flash_attn_with_kvcache(q, k, k, cache_seqlens=lengths, causal=True)
+
+
+def _appended(q, cache, new, lengths, entries=None, first=None):
+    k, v = cache.clone(), cache.clone()
+    out = flash_attn_with_kvcache(
+        q, k, v, new, new, cache_seqlens=lengths, causal=True, cache_batch_idx=entries,
+        cache_leftpad=first,
+    )  # fmt: skip
+    return out, k, v
+
+
+def _in_pages(pages, table, lengths, new, starts):
+    k, v = pages.clone(), pages.clone()
+    PagedCache(k, v, table, lengths).append(new, new, starts)
+    return k, v
+
+
+def _gradient_in_room(q, k):
+    out, lse = CAUSAL(q, k, k, return_lse=True, q_offset=3)
+    room = torch.empty_like(q)
+    return CAUSAL.backward(q, k, k, out, lse, torch.ones_like(out), q_offset=3, room=room).q
+
+
+_x = torch.randn
+CHECKED = {
+    "packed rows": (
+        _packed,
+        [(_x(n, 2, 8), _x(n + 13, 2, 8), _starts(n), _starts(n + 13), _x(2)) for n in SIZES],
+    ),
+    "packed sequences": (
+        lambda x, cu: flash_attn_varlen_func(x, x, x, cu, cu, 9, 9),
+        [(_x(n, 2, 8), torch.arange(b)) for n, b in zip(SIZES, BATCHES, strict=True)],
+    ),
+    "entries of a cache": (
+        _cached, [(_x(b, 1, 2, 8), _x(b, 20, 2, 8), torch.arange(b) + 1) for b in BATCHES],
+    ),
+    "one length of a cache": (
+        _cached, [(_x(3, 4, 2, 8), _x(3, 60, 2, 8), n) for n in SIZES],
+    ),
+    "a full cache": (
+        lambda q, k: _cached(q, k, None), [(_x(3, 4, 2, 8), _x(3, n, 2, 8)) for n in SIZES],
+    ),
+    "new keys": (
+        _appended,
+        [(_x(3, n, 2, 8), _x(3, 99, 2, 8), _x(3, n, 2, 8), torch.tensor([9, 7, 5])) for n in SIZES],
+    ),
+    "room for new keys": (
+        _appended, [(_x(3, 4, 2, 8), _x(3, n, 2, 8), _x(3, 6, 2, 8), n - 9) for n in SIZES],
+    ),
+    "new keys of chosen entries": (
+        _appended,
+        [
+            (_x(b, 4, 2, 8), _x(b + 9, 40, 2, 8), _x(b, 6, 2, 8), torch.arange(b) + 3,
+             torch.arange(b).flip(0), torch.ones(b, dtype=torch.int32))
+            for b in BATCHES
+        ],
+    ),
+    "keys in pages": (
+        _in_pages,
+        [
+            (_x(b + 9, 4, 2, 8), torch.arange(b)[:, None], torch.ones(b, dtype=torch.int64),
+             _x(b, 2, 8), torch.arange(b + 1))
+            for b in BATCHES
+        ],
+    ),
+    "kv_lengths": (
+        lambda q, k, n: CAUSAL(q, k, k, kv_lengths=n, q_offset=5),
+        [(_x(b, 2, 3, 8), _x(b, 2, 20, 8), torch.arange(b) + 3) for b in BATCHES],
+    ),
+    "offsets of entries": (
+        lambda q, k, n: CAUSAL(q, k, k, q_offset=n, kv_offset=n),
+        [(_x(b, 2, 3, 8), _x(b, 2, 20, 8), torch.arange(b)) for b in BATCHES],
+    ),
+    "a capture of lengths": (
+        lambda x, n: ENDS(x, x, x, ends=n),
+        [(_x(b, 2, 20, 8), torch.arange(b)) for b in BATCHES],
+    ),
+    "own heads and entries": (
+        lambda q, k, g, s: CELLS(
+            q, k, k, heads=4, h_offset=2, batch=20, b_offset=3, gain=g, shift=s
+        ),
+        [(_x(b, 2, 17, 8), _x(b, 2, 19, 8), _x(2), _x(b)) for b in BATCHES],
+    ),
+    "own keys": (
+        lambda q, k, doc: DOC(q, k, k, doc=doc, kv_len=60, kv_offset=1),
+        [(_x(3, 2, 17, 8), _x(3, 2, n, 8), torch.arange(n) % 3) for n in SIZES],
+    ),
+    "room for a gradient": (
+        _gradient_in_room, [(_x(b, 2, 17, 8), _x(b, 2, 20, 8)) for b in BATCHES],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_checks_leave_sizes_open(graphs, name):
+    """A text of a size, or a tensor of it, would make it a constant although nothing is refused."""
+    function, calls = CHECKED[name]
+    counter = CompileCounter()
+    compiled = graphs(function, counter, dynamic=True)
+    for arguments in calls:
+        torch.testing.assert_close(compiled(*arguments), function(*arguments))
+    assert counter.frame_count == 1
 
 
 def test_constants_of_a_graph_are_no_tensors_of_the_cpu(graphs):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -192,6 +193,71 @@ def test_caches_of_one_number_for_all():
     assert torch.equal(cache, before)
 
 
+NONE = {
+    "dropout_p": None, "softmax_scale": None, "causal": None, "softcap": None,
+    "alibi_slopes": None, "deterministic": None, "return_attn_probs": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, (None, None), [None, -1], (2, None), (None, 1)])
+def test_none_stands_for_defaults(window):
+    given = {"window_size": window, **NONE}
+    plain = (-1, -1) if window is None else [-1 if x is None else x for x in window]
+    wanted = compat.flash_attn_func(X, X, X, window_size=plain)
+    assert torch.equal(compat.flash_attn_func(X, X, X, **given), wanted)
+    packed = (X[0], X[0], X[0], CU, CU, None, None)
+    assert torch.equal(
+        compat.flash_attn_varlen_func(*packed, **given),
+        compat.flash_attn_varlen_func(*packed, window_size=plain),
+    )
+    assert torch.equal(
+        compat.flash_attn_with_kvcache(X, X, X, softcap=None, window_size=window),
+        compat.flash_attn_with_kvcache(X, X, X, window_size=plain),
+    )
+
+
+def test_numbers_of_numpy_are_numbers():
+    given = {"softcap": np.float32(3.0), "window_size": (np.int64(2), np.int32(0))}
+    assert torch.equal(
+        compat.flash_attn_func(X, X, X, **given),
+        compat.flash_attn_func(X, X, X, softcap=3.0, window_size=(2, 0)),
+    )
+
+
+def test_a_call_with_new_keys_that_is_refused_writes_nothing():
+    q, cache, entries = torch.randn(2, 1, 2, 8), torch.randn(2, 6, 2, 8), torch.tensor([1, 0])
+    before, lengths = cache.clone(), torch.tensor([3, 4])
+    given = {"cache_seqlens": lengths, "cache_batch_idx": entries}
+    for wrong in (
+        {"window_size": (1.5, 0)}, {"softcap": "3"}, {"alibi_slopes": [0.1, 0.2]},
+        {"cache_batch_idx": torch.tensor([0, 2])}, {"cache_batch_idx": torch.tensor([-1, 0])},
+        {"cache_leftpad": torch.tensor([4, 4])}, {"cache_leftpad": torch.tensor([1.0, 0.0])},
+    ):  # fmt: skip
+        with pytest.raises(errors.AttnDSLError, match=next(iter(wrong))):
+            compat.flash_attn_with_kvcache(q, cache, cache, q, q, **{**given, **wrong})
+    many = torch.randn(3, 6, 2, 8)
+    with pytest.raises(errors.ShapeError, match="k_cache has 3 entries"):
+        compat.flash_attn_with_kvcache(q, many, many, q, q, cache_seqlens=lengths)
+    one = torch.randn(1, 6, 2, 8).expand(2, -1, -1, -1)
+    with pytest.raises(errors.ArgumentError, match="k_cache is expanded"):
+        compat.flash_attn_with_kvcache(q, one, one.clone(), q, q, cache_seqlens=lengths)
+    learned = cache.clone().requires_grad_()
+    with pytest.raises(errors.UnsupportedError, match="k_cache requires grad"):
+        compat.flash_attn_with_kvcache(q, learned, learned, q, q, cache_seqlens=lengths)
+    assert torch.equal(cache, before)
+
+
+def test_an_entry_may_begin_where_its_keys_end():
+    q, cache = torch.randn(2, 1, 2, 8), torch.randn(2, 6, 2, 8)
+    found = compat.flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=torch.tensor([3, 4]),
+        cache_leftpad=torch.tensor([3, 1], dtype=torch.uint8),
+    )  # fmt: skip
+    assert torch.count_nonzero(found[0]) == 0
+    wanted = compat.flash_attn_func(q[1:], cache[1:, 1:4], cache[1:, 1:4])
+    torch.testing.assert_close(found[1:], wanted)
+
+
 def test_a_soft_cap_that_is_not_above_0_is_none():
     assert torch.equal(
         compat.flash_attn_func(X, X, X, softcap=-1.0), compat.flash_attn_func(X, X, X)
@@ -292,11 +358,24 @@ CU = torch.tensor([0, 4])
             ),
             errors.DTypeError, "float64",
         ),
+        (lambda: compat.flash_attn_func(None, X, X), errors.ArgumentError, "q is a NoneType"),
+        (
+            lambda: compat.flash_attn_func(X, X, X, alibi_slopes=[0.1, 0.2]),
+            errors.ArgumentError, "alibi_slopes is a list",
+        ),
+        (
+            lambda: compat.flash_attn_func(X, X, X, window_size=(2.5, 0)),
+            errors.ArgumentError, "window_size has 2.5",
+        ),
+        (
+            lambda: compat.flash_attn_varlen_func(X[0], X[0], X[0], CU, CU.to("meta"), 4, 4),
+            errors.DeviceError, "cu_seqlens_k is on meta",
+        ),
         (lambda: compat.flash_attn_with_kvcache(X, X, X, k=X), errors.ArgumentError, "one of"),
         (lambda: compat.flash_attn_with_kvcache(X, X, X, X, X), errors.ArgumentError, "seqlens"),
         (
             lambda: compat.flash_attn_with_kvcache(X, X, X, X[0], X[0], cache_seqlens=0),
-            errors.ShapeError, "k has shape",
+            errors.ShapeError, "k has 3 dims",
         ),
     ],
 )  # fmt: skip

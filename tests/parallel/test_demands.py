@@ -27,12 +27,21 @@ def test_unions_are_apart_and_ascend(number):
     wanted = np.zeros((9, 101), bool)
     for r, a, b in zip(reader, start, stop, strict=True):
         wanted[r, a:b] = True
+    assert (spans.start < spans.stop).all()
     assert np.array_equal(map_of(spans, 9, 101), wanted)
     assert sorted(zip(*spans, strict=True)) == list(zip(*spans, strict=True))
     some = spans.of(2, 5)
     assert set(some.reader.tolist()) <= {2, 3, 4}
     columns = wanted[2:5].any(0).nonzero()[0]
     assert some.hull() == ((columns[0], columns[-1] + 1) if len(columns) else (0, 0))
+
+
+def test_a_range_without_keys_asks_for_none():
+    """What a rank sends is the hull of what others ask for."""
+    spans = union(np.array([0, 0, 1]), np.array([2, 5, 3]), np.array([2, 7, 3]))
+    assert [x.tolist() for x in spans] == [[0], [5], [7]]
+    assert spans.of(0, 1).hull() == (5, 7)
+    assert spans.of(1, 2).hull() == (0, 0)
 
 
 def test_ranges_meet_where_both_are():

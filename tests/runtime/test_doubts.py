@@ -1,5 +1,6 @@
 """Warnings about programs and calls that are hardly meant so."""
 
+import inspect
 import pickle
 import subprocess
 import sys
@@ -79,6 +80,26 @@ def test_causal_calls_of_two_lengths():
     assert warned(lambda: attn(k, k, k)) == []
     for few, many in ((rows(0), k), (k, rows(0))):
         assert warned(lambda few=few, many=many: attndsl.compile("causal()")(few, many, many)) == []
+
+
+@pytest.mark.parametrize("name", ["q_offset", "kv_offset", "h_offset", "b_offset"])
+def test_an_offset_of_0_says_where_a_call_lies(name):
+    """The first part of a split has it."""
+    q, k = rows(1), rows(9)
+    attn = attndsl.compile("causal()")
+    first = attn(q, k, k, q_offset=0)
+    assert warned(lambda: attndsl.compile("causal()")(q, k, k, **{name: 0})) == []
+    assert torch.equal(attn(q, k, k, **{name: 0}), first)
+    assert "warning" not in attn.explain(q_len=1, kv_len=9, **{name: 0})
+    assert "warning" in attn.explain(q_len=1, kv_len=9, **{name: None})
+    assert len(warned(lambda: attndsl.compile("causal()")(q, k, k, kv_len=None))) == 1
+
+
+def test_what_a_caller_wrote_is_no_name_of_a_call():
+    x = rows(5)
+    named = attndsl.compile("param said: float\nscore = score * said")
+    assert torch.equal(named(x, x, x, said=0.5), named(x, x, x, captures={"said": 0.5}))
+    assert "said" not in inspect.signature(attndsl.compile("causal()")).parameters
 
 
 def test_torch_s_own_arguments_mean_what_torch_says():

@@ -1,0 +1,46 @@
+"""What is wrong with the types of a call that could not even be looked up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attndsl.errors import ArgumentError
+from attndsl.runtime.arguments import autocast, check_operands
+from attndsl.runtime.distributed import is_dtensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from attndsl.compiled import Compiled
+
+
+def refuse_call(
+    attention: Compiled,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    given: Mapping[str, Any],
+) -> None:
+    """Say in words what is wrong with a call, if anything is.
+
+    A call asks for the attributes of its tensors and looks up its options. Where that fails, its
+    arguments are looked at one by one, so that usual calls need not be.
+
+    Args:
+        attention: What was called.
+        operands: q, k and v.
+        given: Captures and options.
+
+    Raises:
+        AttnDSLError: Says which argument it is, and what it is.
+    """
+    q, k, v = map(autocast, operands)
+    if is_dtensor(q):
+        return
+    check_operands(q, k, v)
+    asked = given.get("deterministic")
+    if not (asked is None or isinstance(asked, int)):
+        raise ArgumentError(f"deterministic is a {type(asked).__name__}", hint="pass a bool")
+    rest = {name: x for name, x in given.items() if name not in ("return_lse", "tiles")}
+    own, arguments = attention._of_call(q, k, rest)
+    own._bound(q, k, v, arguments)
