@@ -31,16 +31,18 @@ if TYPE_CHECKING:
     from attndsl.passes.widths import Range
 
 
-_METHODS = {
+METHODS = {
     "float": torch.float32, "double": torch.float64, "half": torch.float16,
     "bfloat16": torch.bfloat16, "int": torch.int32, "long": torch.int64, "bool": torch.bool,
     "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
 }  # fmt: skip
+"""Methods that convert."""
 _NARROW = (torch.int8, torch.uint8, torch.int16)
-_FILLS = {
+FILLS = {
     "new_zeros": 0, "new_ones": 1, "zeros_like": 0, "ones_like": 1, "new_full": None,
     "full_like": None, "new_tensor": None, "new_empty": 0, "empty_like": 0,
 }  # fmt: skip
+"""Functions that fill in the likeness of a value, and with what; None where they are told."""
 _UNCHANGED = frozenset({"detach", "cpu", "cuda", "requires_grad_"})
 _NO_SIZES: tuple[object, ...] = ((), [], torch.Size(()))
 _ONE_SIZES: tuple[object, ...] = ((1,), [1], torch.Size((1,)))
@@ -272,12 +274,12 @@ class Tracer:
     ) -> Symbol | View | None:
         """``args[0]`` in another type, or a constant of its kind; None where that is not asked."""
         value = args[0] if args else None
-        if name in _METHODS:
-            return self._cast(value, _METHODS[name])
+        if name in METHODS:
+            return self._cast(value, METHODS[name])
         if name in ("to", "type", "type_as"):
             wanted = kwargs.get("dtype") or next((d for d in map(_dtype, args[1:]) if d), None)
             return self._cast(value, wanted)
-        if name in _FILLS:
+        if name in FILLS:
             return Symbol(self, self._filled(name, args, kwargs))
         if name == "scalar_tensor" or (name == "tensor" and isinstance(value, Symbol)):
             return Symbol(self, self.node(value))
@@ -299,7 +301,7 @@ class Tracer:
     def _filled(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """A constant in the likeness of ``args[0]``."""
         like = self.node(args[0])
-        fill: Any = _FILLS[name]
+        fill: Any = FILLS[name]
         rest = list(args[1:])
         if name in ("new_zeros", "new_ones", "new_full", "new_empty"):
             sizes = kwargs["size"] if "size" in kwargs else rest.pop(0) if rest else ()
