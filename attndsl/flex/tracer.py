@@ -212,6 +212,8 @@ class Tracer:
         """A 0-d tensor: a constant where the function made it, else a param."""
         # Within a graph it may have no value yet.
         if id(tensor) in self.made and not self.in_graph:
+            if tensor.is_meta:
+                raise refusal("a number as a tensor of meta has no value", "write the number alone")
             with torch._C.DisableTorchFunction():
                 return self._number(tensor.item())
         return param(self.capture(tensor).name, dtype_of(tensor.dtype))
