@@ -222,7 +222,7 @@ def trace_mods(
         params[place] = ParamDecl(names.free(found.number_names[place] or "number"), kind)
     if params:
         mods = replaced(
-            mods, {n: Symbol(tracer, param(p.name, p.dtype)) for n, p in params.items()}
+            mods, {n: Symbol(tracer, param(p.name, p.dtype), None) for n, p in params.items()}
         )
     score, mask = SCORE, None
     if mods[1] is not None:
