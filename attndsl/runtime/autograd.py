@@ -12,6 +12,7 @@ from torch.nn import functional
 from attndsl.backends.base import Backward
 from attndsl.backends.memory_order import arranged, is_window, memory_order
 from attndsl.errors import AttnDSLError, UnsupportedError
+from attndsl.vectorized import refuse_vectorized
 
 from .arguments import rows_contiguous
 from .distributed import OF_TORCH, refuse_context_parallel
@@ -130,6 +131,7 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
             return (None,) * len(ctx.needs_input_grad)
+        refuse_vectorized(grad_out, grad_lse)
         backend, lowered, form = ctx.kept
         saved = ctx.saved_tensors
         *tensors, out, lse = saved
