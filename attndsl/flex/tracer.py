@@ -14,6 +14,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -422,12 +423,14 @@ class Tracer:
 
     def _operand(self, value: Any, integer: torch.dtype | None) -> Any:
         """An argument of a function that computes with ints in the dtype ``integer``."""
+        if isinstance(value, numpy.generic):
+            value = value.item()
         if isinstance(value, bool | int | float):
             self._number(value)
-            if type(value) is not int:
+            if isinstance(value, bool | float):
                 return value
             try:
-                return literal(value, integer)
+                return literal(int(value), integer)
             except OverflowError:
                 raise refusal(
                     f"{value} joins a value of {integer}, which does not hold it",
@@ -436,7 +439,8 @@ class Tracer:
         if value is None or isinstance(value, str):
             return value
         found = self.symbol(value)
-        if found.node.dtype is DType.INT and found.integer is None and integer in RANGES:
+        varies = found.node.dtype is DType.INT and found.integer is None
+        if varies and integer in RANGES and integer is not torch.int32:
             raise refusal(
                 f"a number that varies joins a value of {integer}, which may not hold it",
                 "convert the value first: x.to(torch.int64)",

@@ -1,7 +1,9 @@
 """Ints of captured tensors against torch's own: dtypes, wraps, shifts, and what is refused."""
 
+import enum
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import _vmap_for_bhqkv
@@ -10,6 +12,7 @@ import attndsl
 from attndsl.backends.dense.interpret import evaluate, scope_of
 from attndsl.errors import TraceError
 from attndsl.flex import create_block_mask, flex_attention
+from attndsl.flex.cache import TraceCache
 
 L = 8
 DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -115,6 +118,10 @@ def test_random_expressions(seed):
     check(names["function"])
 
 
+class Sizes(enum.IntEnum):
+    LARGE = 300
+
+
 IDS = torch.tensor([0, 1, 2, 1, 0, 5, 3, 4], dtype=torch.uint8)
 DOC = IDS.to(torch.int32)
 ROWS = captures(3)
@@ -194,6 +201,8 @@ def test_what_stays_in_range_is_written_as_it_is():
     ("function", "message"),
     [
         (lambda b, h, q, kv: IDS[q] < 300, "300 joins a value of torch.uint8"),
+        (lambda b, h, q, kv: IDS[q] < np.int64(300), "300 joins a value of torch.uint8"),
+        (lambda b, h, q, kv: IDS[q] < Sizes.LARGE, "300 joins a value of torch.uint8"),
         (lambda b, h, q, kv: torch.where(q > kv, IDS[q], -256) < 3, "-256 joins"),
         (lambda b, h, q, kv: torch.full_like(IDS[q], 256) < 3, "256 joins"),
         (lambda b, h, q, kv: DOC[IDS[q]] < 3, "takes for a mask"),
@@ -218,3 +227,19 @@ def test_a_number_that_varies_stays_a_constant_beside_narrow_ints():
         assert torch.equal(blocks.to_dense()[0, 0] != 0, expected)
         live = flex_attention(zeros, zeros, eye, block_mask=blocks)[0, 0] > 0
         assert torch.equal(live, expected)
+
+
+def test_a_number_that_varies_is_a_param_beside_int32():
+    traces = TraceCache()
+
+    def text(number):
+        lengths = dict.fromkeys(("b", "h", "q", "kv"), (0, 0))
+        found = traces.trace(
+            None, lambda b, h, q, kv: DOC[q] < number, torch.float32, torch.device("cpu"), lengths
+        )
+        return str(found)
+
+    assert len({text(number) for number in range(8)}) == 5
+    assert "param number: int" in text(9)
+    text_of_numpy = str(attndsl.trace(lambda b, h, q, kv: IDS[q] < np.int64(3)))
+    assert "IDS[q] < 3" in text_of_numpy
