@@ -38,7 +38,7 @@ from attndsl.runtime.probability import check_probability
 from attndsl.runtime.profiling import BACKWARD, event_named
 from attndsl.runtime.programs import bound_numbers, pointing_into, spec_of_variant
 from attndsl.runtime.tiles import given_tiles, verify_if_asked
-from attndsl.runtime.values import Values, check_values, dims_key, params_of_dims
+from attndsl.runtime.values import Values, check_values, dims_key, has_data, params_of_dims
 from attndsl.runtime.variants import absent_names, dims_of_one, sizes_of_operands
 from attndsl.source import NAME_LENGTH, shorten
 
@@ -425,7 +425,7 @@ class Compiled:
         """
         given = call
         lowered, call = localised(self._lowered, call)
-        if call.q.device.type == "meta":  # Operators know shapes, and backends values.
+        if not has_data(call.q):  # Operators know shapes, and backends values.
             shapes = ThroughOperators(get_backend("reference"), self._request, given)
             return shapes, lowered, call
         backend, reason = backend_of(

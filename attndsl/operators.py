@@ -30,6 +30,7 @@ from .operands import (
     parts_of_gradients,
     unpacked,
 )
+from .vectorized import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -276,6 +277,7 @@ for _name, _kernel, _fake in (
     ("row_maxima", _row_maxima, _fake_row_maxima),
 ):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, refuse, "Batched")
     torch.library.register_fake(f"attndsl::{_name}", _fake, lib=_LIBRARY)
     _operator = getattr(torch.ops.attndsl, _name).default
     torch.library.register_vmap(_operator, partial(_one_by_one, _operator), lib=_LIBRARY)

@@ -43,7 +43,7 @@ from attndsl.runtime.packed import (
     runs_of,
     store,
 )
-from attndsl.runtime.paged import PagedCache, looks_at_values
+from attndsl.runtime.paged import PagedCache, is_at_hand, looks_at_values
 from attndsl.runtime.parts import terms_of
 from attndsl.runtime.plans import (
     ServingPlan,
@@ -70,7 +70,7 @@ from attndsl.runtime.steps import (
     prepared_step,
     with_signs,
 )
-from attndsl.runtime.values import check_values
+from attndsl.runtime.values import check_values, refuse_wrapped
 from attndsl.runtime.variants import dims_of_one
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Serving(Compiled):
                 also values that :meth:`attndsl.PagedCache.validate` refuses. Without a check a
                 request with such values has a result of no meaning, and others have theirs.
             UnsupportedError: Gradients are asked for; the program drops weights; in a graph of
-                ``torch.compile``.
+                ``torch.compile``; a tensor is within a transform of ``torch.func``.
         """
         _refuse_graphs()
         if plan is not None:
@@ -218,13 +218,13 @@ class Serving(Compiled):
         step = PackedQueries(cache, starts, tokens, q_index, (most_queries, most_chunks))
         check_step(step)
         device, held = cache.table.device, held_by(cache, starts, q_index)
-        is_looked_at = self._checked or looks_at_values(device)
+        is_looked_at = self._checked or looks_at_values(cache.table)
         if is_looked_at:
             check_step_values(step)
         most = most_queries
         if self._checked:
             most = None
-        elif most is None and device.type != "cpu":
+        elif most is None and not is_at_hand(cache.table):
             most = tokens
         runs = found = None
         if self._backend == READS_PAGES and not self._checked:
@@ -260,7 +260,7 @@ class Serving(Compiled):
             if key is not None and prepared is not None:
                 layers[key] = layer_of(prepared, request, given)
             return found
-        _check_forward((request.q, *_held(request.cache), *given.values()))
+        _check_forward(request, given)
         try:
             return layer.run(request, given, plan.found)
         except AttnDSLError as error:
@@ -271,15 +271,14 @@ class Serving(Compiled):
         self, request: Request, given: Captures, plan: ServingPlan | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of a step whose signature may be known."""
-        q, cache = request.q, request.cache
-        key = None
+        q, key = request.q, None
         if self._backend == READS_PAGES and not self._checked:
             key = key_of_step(request, given, self._dims, self._by_token)
         prepared = None if key is None else self._steps.get(key)
         if prepared is None:
             return self._serve_anew(request, given, key, plan)
-        _check_forward((q, *_held(cache), *given.values()))
-        if plan is None and looks_at_values(q.device):
+        _check_forward(request, given)
+        if plan is None and looks_at_values(q):
             check_step_values(packed_queries(request))
         try:
             return prepared.run(request, given, None if plan is None else plan.found)
@@ -295,14 +294,14 @@ class Serving(Compiled):
         q, cache, starts, q_index, numbers, scale, (out_dtype, return_lse) = request
         most_queries: Any = numbers[0]
         check_queries(request)
-        _check_forward((q, *_held(cache), *given.values()))
+        _check_forward(request, given)
         is_wide("out_dtype", out_dtype, q.dtype)
-        if plan is None and (self._checked or looks_at_values(q.device)):
+        if plan is None and (self._checked or looks_at_values(q)):
             check_step_values(packed_queries(request))
         if self._checked:
             # Rows that stand for no query may look up what is not there.
             most_queries = None
-        elif most_queries is None and q.device.type != "cpu":
+        elif most_queries is None and not is_at_hand(q):
             most_queries = q.shape[0]
         heads: Any = numbers[2:]
         dtype: Any = q.dtype if out_dtype is None else out_dtype
@@ -467,21 +466,20 @@ def _refuse_graphs() -> None:
         )
 
 
-def _held(cache: PagedCache) -> tuple[object, ...]:
-    """What a cache has that may require a gradient."""
-    return cache.k_pages, cache.v_pages, cache.k_scale, cache.v_scale
-
-
-def _check_forward(given: tuple[object, ...]) -> None:
-    """Refuse calls that need more than a forward.
+def _check_forward(request: Request, given: Captures) -> None:
+    """Refuse calls that need more than a forward, or that a transform looks into.
 
     Raises:
         UnsupportedError: Says what to write instead.
     """
+    cache = request.cache
+    floats = request.q, cache.k_pages, cache.v_pages, cache.k_scale, cache.v_scale, *given.values()
     if torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in given
+        isinstance(x, torch.Tensor) and x.requires_grad for x in floats
     ):
         raise UnsupportedError(
             "an input requires grad, and serve is forward only",
             hint="call it within torch.no_grad(), or train with a dense call",
         )
+    ints = request.starts, request.q_index, cache.table, cache.lengths
+    refuse_wrapped("serve", (*floats, *ints))

@@ -46,6 +46,11 @@ class TileMap:
     mask_mod: Callable[..., torch.Tensor] | None = field(default=None, repr=False)
     """The mask as FlexAttention takes it."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies, like files, are without :attr:`mask_mod`, which holds a call."""
+        sizes = self.q_len, self.kv_len, self.block_m, self.block_n
+        return TileMap, (self.kinds, *sizes, self.reason)
+
     @property
     def kind(self) -> NDArray[np.int8]:
         """:attr:`kinds` as a numpy array."""
@@ -103,7 +108,8 @@ class TileMap:
             mask_mod: The mask that PARTIAL tiles evaluate; by default the program's own.
 
         Raises:
-            UnsupportedError: The map was loaded from a file, or the mask depends on the score.
+            UnsupportedError: The map was loaded from a file or copied, or the mask depends on the
+                score.
         """
         from torch.nn.attention.flex_attention import BlockMask
 

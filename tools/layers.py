@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "uncollected",
         }
     ),
-    frozenset({"operands", "operators"}),
+    frozenset({"operands", "operators", "vectorized"}),
     frozenset({"ir"}),
     frozenset({"frontend", "passes", "serialise", "grammar"}),
     frozenset({"pipeline", "layout"}),

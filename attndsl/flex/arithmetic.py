@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Node, Op, cast, const, node, reads_score
+from attndsl.passes.widths import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Value = Node | bool | int | float
 """A traced value, or a Python number that stands for a constant."""
 
+_MOST_SHIFT = 63
 _RANK = {DType.BOOL: 0, DType.INT: 1, DType.FLOAT: 2}
 TRUE, FALSE = const(True), const(False)
 
@@ -141,9 +143,7 @@ def power(a: Value, b: Value) -> Node:
             raise ValueError(f"an int to the power of {y.value}")
         return node(Op.POW, x, y)
     if x is const(2):
-        shifted = node(Op.SHL, const(1), y)
-        known = y.op is Op.VAR and y.value in ("b", "h", "q", "kv")
-        return shifted if known else where(compare("<", y, 0), 0, shifted)
+        return shift(Op.SHL, 1, y)
     raise ValueError("an int to the power of an int that varies")
 
 
@@ -260,7 +260,14 @@ def shift(op: Op, a: Value, b: Value) -> Node:
     x, y = join(number(a), number(b))
     if x.dtype is DType.FLOAT:
         raise ValueError("bits of a float")
-    return node(op, x, y)
+    # The language limits amounts to 0 ... 63. torch shifts all bits out by any other.
+    low, high = ranges((y,), {}, from_zero=True)[y]
+    inside = TRUE if low >= 0 else compare("<=", 0, y)
+    if op is Op.SHR:
+        return where(inside, node(op, x, y), node(op, x, const(_MOST_SHIFT)))
+    if high > _MOST_SHIFT:
+        inside = both(inside, compare("<=", y, _MOST_SHIFT))
+    return where(inside, node(op, x, y), 0)
 
 
 def where(condition: Value, yes: Value, no: Value) -> Node:

@@ -14,6 +14,7 @@ from attndsl.passes.tiles.plan import EMPTY, FORWARD, FULL, PARTIAL
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.runtime.sources import device_of
 from attndsl.runtime.tiles import find_tiles, kinds_by_pairs
+from attndsl.runtime.values import has_values
 
 from .cache import default_traces
 from .checks import number_of
@@ -22,6 +23,8 @@ from .places import refusal_at
 from .tracing import arguments_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from attndsl.tilemap import TileMap
 
     from .tracing import Mod
@@ -228,8 +231,8 @@ def _create(
     named = near(traced.captures, device)
     call = attention.call_of_lengths(named, q_len, kv_len, batch, heads, device=device)
     tiles = None
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # The graph has to find the blocks anew in each run, and the search reads numbers.
+    if not _may_search(device, named.values()):
+        # The search reads numbers, and a graph has to find the blocks anew in each run.
         kinds = kinds_by_pairs(attention.lowered, call, rows, columns)
     else:
         tiles = find_tiles(attention.lowered, call, rows, columns, FORWARD.name, exact=True)
@@ -237,7 +240,7 @@ def _create(
     kinds = kinds.expand(batch, heads, -1, -1).clone()
     # torch counts a ragged block as partial: its pairs beyond the lengths are dead there.
     for ragged in (kinds[:, :, q_len // rows :], kinds[..., kv_len // columns :]):
-        ragged[ragged == FULL] = PARTIAL
+        ragged.masked_fill_(ragged == FULL, PARTIAL)
     listed = (kinds == PARTIAL) if separate_full_blocks else (kinds != EMPTY)
     numbers, indices = _ordered(listed)
     full: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -254,6 +257,14 @@ def _create(
     # Kernels compute closed forms faster than they read them.
     made.tiles = None if loop.listed is None else tiles
     return made
+
+
+def _may_search(device: torch.device, captures: Iterable[Any]) -> bool:
+    """Whether blocks may be found by looking at values, of captures and of what is made of them."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    made = torch.empty(0, device=device)
+    return all(has_values(x) for x in (made, *captures) if isinstance(x, torch.Tensor))
 
 
 def _device(given: torch.device | str | None) -> torch.device:

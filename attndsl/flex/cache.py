@@ -121,7 +121,7 @@ class TraceCache:
             at = tuple(sorted(lengths.items()))
             for kept in ((base, None), (base, at)):
                 stored = family.traces.get(kept)
-                if stored is not None:
+                if stored is not None and not (stored.trace.makes and _makes_otherwise()):
                     family.traces.move_to_end(kept)
                     return stored.bound(found)
             try:
@@ -131,7 +131,7 @@ class TraceCache:
                     raise
                 # With these constants the function decides on a number that is a param elsewhere.
                 return fresh(set())
-            if made.stable:
+            if made.stable and not (made.makes and _makes_otherwise()):
                 family.traces[base, at if made.lengths_used else None] = _store(made, found)
                 if len(family.traces) > _TRACES:
                     family.traces.popitem(last=False)
@@ -142,6 +142,21 @@ class TraceCache:
 def default_traces() -> TraceCache:
     """The one of this process."""
     return TraceCache()
+
+
+def _makes_otherwise() -> bool:
+    """Whether tensors that a function makes now, as ``torch.tensor(0.1)``, may serve no other time.
+
+    Modes and settings choose their dtype and device, and wrap them in what is over with the mode.
+    """
+    return (
+        torch.get_default_dtype() is not torch.float32
+        or torch.is_inference_mode_enabled()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.maybe_current_level() is not None
+    )
 
 
 def _store(made: Trace, found: Reach) -> _Stored:

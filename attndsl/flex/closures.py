@@ -2,8 +2,9 @@
 
 The walk gives a *structure*, equal for two functions whose traces can differ by their tensors' and
 numbers' values only, and the tensors and numbers in a fixed order. The same walk puts other values
-in the numbers' places. What it cannot see through (objects with attributes, modules of the user's)
-makes a function *opaque*: it is traced anew in each call, since a change there would go unseen.
+in the numbers' places. All that is not known to be compared so makes a function *opaque*: objects,
+subclasses, modules of the user's, code that reads attributes or state beyond :mod:`.known`. It is
+traced anew in each call, since a change there would go unseen.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.scalars import number_key
+from .known import (
+    ATTRIBUTES,
+    BUILTINS,
+    NUMBERS,
+    PLAIN,
+    TENSORS,
+    is_of_library,
+    is_unchanging,
+    read_by,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _MOST = 2000
-_LIBRARIES = ("torch", "math", "operator", "functools", "builtins", "numpy", "typing")
-"""Packages whose functions and modules do not change."""
-_PLAIN = (bool, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, torch.Size)
-_FIXED = (
-    type, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
-    torch._ops.OpOverload, torch._ops.OpOverloadPacket,
-)  # fmt: skip
-"""Of a library, these hold nothing of the user's."""
+_KEYS = PLAIN | {int}
+"""Types of keys of dicts."""
 
 
 @dataclass(slots=True)
@@ -68,15 +72,15 @@ class _Walk:
 
     def visit(self, value: Any, name: str) -> Any:
         """``value``, or a copy with other numbers in it."""
-        found = self.found
-        if isinstance(value, _PLAIN):
-            found.structure.append(number_key(value))
+        found, kind = self.found, type(value)
+        if kind in PLAIN:
+            found.structure.append((kind, value))
             return value
-        if isinstance(value, int | float):
+        if kind in NUMBERS:
             place = len(found.numbers)
             found.numbers.append(value)
             found.number_names.append(name)
-            found.structure.append(type(value))
+            found.structure.append(kind)
             return self.replacements.get(place, value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)
@@ -86,17 +90,21 @@ class _Walk:
             return value
         self.seen[id(value)] = len(self.seen)
         self.alive.append(value)
-        if isinstance(value, types.FunctionType):
+        if is_unchanging(value):
+            found.structure.append(("library", id(value)))
+            return value
+        if kind is types.FunctionType:
             return self._function(value)
-        if isinstance(value, functools.partial):
+        if kind is functools.partial:
             return self._partial(value)
-        if type(value) in (tuple, list):
-            found.structure.append((type(value), len(value)))
+        if kind is tuple or kind is list:
+            found.structure.append((kind, len(value)))
             items = [self.visit(item, f"{name}{n}") for n, item in enumerate(value)]
             same = all(a is b for a, b in zip(items, value, strict=True))
-            return value if same else type(value)(items)
-        if type(value) is dict:
-            found.structure.append((dict, tuple(map(repr, value))))
+            return value if same else kind(items)
+        if kind is dict:
+            found.structure.append((dict, *((type(key), key) for key in value)))
+            found.opaque |= not all(type(key) in _KEYS for key in value)
             changed = {key: self.visit(item, str(key)) for key, item in value.items()}
             return value if all(changed[k] is value[k] for k in value) else changed
         self._other(value)
@@ -104,6 +112,7 @@ class _Walk:
 
     def _tensor(self, value: torch.Tensor, name: str) -> torch.Tensor:
         found = self.found
+        self._own_attributes(value, type(value) in TENSORS)
         if id(value) not in self.places:
             self.places[id(value)] = len(found.tensors)
             found.tensors.append(value)
@@ -116,7 +125,8 @@ class _Walk:
 
     def _function(self, function: types.FunctionType) -> Any:
         found, code = self.found, function.__code__
-        found.structure.append((code, function.__name__))
+        found.structure.append(code)
+        self._own_attributes(function, True)
         cells, changed = [], False
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
@@ -156,19 +166,26 @@ class _Walk:
 
     def _globals(self, function: types.FunctionType) -> dict[str, Any] | None:
         """The function's globals with other numbers, or None where nothing changes."""
-        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+        names, known = read_by(function.__code__)
+        found, values = self.found, function.__globals__
+        found.opaque |= not known
+        if not known and is_of_library(function):
             return None
-        values = function.__globals__
         changed = {}
-        for name in _global_names(function.__code__):
+        for name in names:
             if name in values:
                 new = self.visit(values[name], name)
                 if new is not values[name]:
                     changed[name] = new
+                continue
+            own = BUILTINS.get(name)
+            found.structure.append(name)
+            found.opaque |= own is None or function.__builtins__.get(name) is not own
         return {**values, **changed} if changed else None
 
     def _partial(self, value: functools.partial[Any]) -> Any:
         self.found.structure.append((functools.partial, len(value.args), tuple(value.keywords)))
+        self._own_attributes(value, True)
         function = self.visit(value.func, "")
         args = [self.visit(item, f"arg{n}") for n, item in enumerate(value.args)]
         keywords = {name: self.visit(item, name) for name, item in value.keywords.items()}
@@ -177,34 +194,19 @@ class _Walk:
             return value
         return functools.partial(function, *args, **keywords)
 
+    def _own_attributes(self, value: Any, known: bool) -> None:
+        """Functions and tensors may have attributes, if none stands for one that code may read."""
+        own = value.__dict__
+        self.found.opaque |= not known or bool(own and not ATTRIBUTES.isdisjoint(own))
+
     def _other(self, value: Any) -> None:
-        """Something that is not taken apart: stable by its identity, or opaque."""
+        """Something that is not taken apart."""
         found = self.found
-        home = ""
-        if isinstance(value, types.ModuleType):
-            home = value.__name__
-        elif isinstance(value, _FIXED):
-            home = getattr(value, "__module__", None) or "builtins"
-        owner = getattr(value, "__self__", None)
-        bound = owner is not None and not isinstance(owner, types.ModuleType | type)
-        if home.partition(".")[0].lstrip("_") in _LIBRARIES and not bound:
-            found.structure.append(("library", id(value)))
-            return
         found.opaque = True
-        for holder in (value, owner):
+        for holder in (value, getattr(value, "__self__", None)):
             attributes = dict(getattr(holder, "__dict__", {}))
             for more in ("_parameters", "_buffers"):
                 attributes.update(attributes.get(more) or {})
             for name, item in attributes.items():
                 if isinstance(item, torch.Tensor):
                     found.names.setdefault(id(item), name)
-
-
-@functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that ``code``, and code within it, may look up among globals."""
-    names = dict.fromkeys(code.co_names)
-    for item in code.co_consts:
-        if isinstance(item, types.CodeType):
-            names.update(dict.fromkeys(_global_names(item)))
-    return tuple(names)

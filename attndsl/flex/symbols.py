@@ -145,11 +145,15 @@ class Traced:
 class Symbol(Traced):
     """A value of one pair; in-place operations replace its node."""
 
-    __slots__ = ("node",)
+    __slots__ = ("integer", "node")
 
-    def __init__(self, recorder: Recorder, node: Node) -> None:
+    def __init__(
+        self, recorder: Recorder, node: Node, integer: torch.dtype | None = torch.int64
+    ) -> None:
         self.recorder = recorder
         self.node = node
+        self.integer = integer
+        """Its dtype where it is an int; None for a number of Python's, which takes others'."""
 
     @property
     def shape(self) -> torch.Size:
@@ -158,9 +162,10 @@ class Symbol(Traced):
 
     @property
     def dtype(self) -> torch.dtype:
-        """``bool``, ``int64`` or the dtype that scores are computed in."""
-        kinds = {DType.BOOL: torch.bool, DType.INT: torch.int64, DType.FLOAT: self.recorder.dtype}
-        return kinds[self.node.dtype]
+        """``bool``, that of an int, or the dtype that scores are computed in."""
+        if self.node.dtype is DType.INT:
+            return self.integer or torch.int64
+        return torch.bool if self.node.dtype is DType.BOOL else self.recorder.dtype
 
     def is_floating_point(self) -> bool:
         """Whether it is a float."""
@@ -186,7 +191,7 @@ class View(Traced):
         recorder: Recorder,
         tensor: torch.Tensor,
         indices: tuple[Node | None, ...],
-        casts: tuple[DType, ...] = (),
+        casts: tuple[torch.dtype, ...] = (),
     ) -> None:
         self.recorder = recorder
         self.tensor = tensor
@@ -204,10 +209,8 @@ class View(Traced):
     @property
     def dtype(self) -> torch.dtype:
         """The tensor's, or that of the last cast."""
-        if not self.casts:
-            return self.tensor.dtype
-        kinds = {DType.BOOL: torch.bool, DType.INT: torch.int64, DType.FLOAT: self.recorder.dtype}
-        return kinds[self.casts[-1]]
+        last = self.casts[-1] if self.casts else self.tensor.dtype
+        return self.recorder.dtype if self.casts and last.is_floating_point else last
 
     def __getitem__(self, indices: object) -> Any:
         return self.recorder.index(self, indices)

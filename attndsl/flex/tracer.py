@@ -14,6 +14,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -22,6 +23,7 @@ from attndsl.passes.widths import ranges
 
 from . import arithmetic as ar
 from . import functions
+from .integers import RANGES, joined, literal, wrapped
 from .places import refusal
 from .symbols import Symbol, Traced, View, flat
 
@@ -31,16 +33,18 @@ if TYPE_CHECKING:
     from attndsl.passes.widths import Range
 
 
-_METHODS = {
+METHODS = {
     "float": torch.float32, "double": torch.float64, "half": torch.float16,
     "bfloat16": torch.bfloat16, "int": torch.int32, "long": torch.int64, "bool": torch.bool,
     "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
 }  # fmt: skip
-_NARROW = (torch.int8, torch.uint8, torch.int16)
-_FILLS = {
+"""Methods that convert."""
+_INTS = (*RANGES, torch.int64)
+FILLS = {
     "new_zeros": 0, "new_ones": 1, "zeros_like": 0, "ones_like": 1, "new_full": None,
     "full_like": None, "new_tensor": None, "new_empty": 0, "empty_like": 0,
 }  # fmt: skip
+"""Functions that fill in the likeness of a value, and with what; None where they are told."""
 _UNCHANGED = frozenset({"detach", "cpu", "cuda", "requires_grad_"})
 _NO_SIZES: tuple[object, ...] = ((), [], torch.Size(()))
 _ONE_SIZES: tuple[object, ...] = ((1,), [1], torch.Size((1,)))
@@ -156,21 +160,21 @@ class Tracer:
         if item is None:
             raise refusal("None adds a dim, and a value of one pair has none", "drop it")
         node = self.node(item)
-        if node.dtype is not DType.INT:
+        if node.dtype is not DType.INT or _own(item) is torch.uint8:
+            kind = "uint8, which torch takes for a mask" if node.dtype is DType.INT else node.dtype
             raise refusal(
-                f"an index is an int, and this is a {node.dtype.value}",
+                f"an index is an int, and this is a {getattr(kind, 'value', kind)}",
                 "write .to(torch.int64), or torch.where for a condition",
             )
         return self.from_end(node, tensor, dim)
 
     def _element(self, view: View) -> Symbol:
-        name = self.capture(view.tensor).name
-        loaded = load(
-            name, dtype_of(view.tensor.dtype), *(i for i in view.indices if i is not None)
-        )
+        name, dtype = self.capture(view.tensor).name, view.tensor.dtype
+        loaded = load(name, dtype_of(dtype), *(i for i in view.indices if i is not None))
+        found = Symbol(self, loaded, dtype)
         for dtype in view.casts:
-            loaded = ar.to(loaded, dtype)
-        return Symbol(self, loaded)
+            found = self._converted(found, dtype)
+        return found
 
     def node(self, value: Any) -> Node:
         """An operand as a node; 0-d tensors become params."""
@@ -206,10 +210,39 @@ class Tracer:
             raise refusal(f"{value} does not fit 64 bits", "write a float, such as 1e30")
         return ar.lift(value)
 
+    def symbol(self, value: Any) -> Symbol:
+        """An operand as a traced value."""
+        return value if isinstance(value, Symbol) else Symbol(self, self.node(value), _own(value))
+
+    def _wrapped(self, node: Node, integer: torch.dtype | None) -> Symbol:
+        """``node``, in the range of the dtype ``integer`` where it is an int."""
+        if node.dtype is not DType.INT:
+            return Symbol(self, node)
+        known = {
+            capture.name: RANGES[capture.tensor.dtype]
+            for capture in self.captures.values()
+            if capture.tensor.dtype in RANGES
+        }
+        return Symbol(self, wrapped(node, integer, known), integer)
+
+    def _converted(self, value: Symbol, dtype: torch.dtype) -> Symbol:
+        """``value`` as ``dtype``."""
+        node, wanted = value.node, dtype_of(dtype)
+        if node.dtype is not DType.FLOAT:
+            return self._wrapped(ar.to(node, wanted), dtype)
+        if dtype in RANGES and dtype is not torch.int32:
+            raise refusal(
+                f"a conversion of a float to {dtype} has no result where it does not fit",
+                "convert it to torch.int64 first",
+            )
+        return Symbol(self, ar.to(node, wanted), dtype)
+
     def scalar(self, tensor: torch.Tensor) -> Node:
         """A 0-d tensor: a constant where the function made it, else a param."""
         # Within a graph it may have no value yet.
         if id(tensor) in self.made and not self.in_graph:
+            if tensor.is_meta:
+                raise refusal("a number as a tensor of meta has no value", "write the number alone")
             with torch._C.DisableTorchFunction():
                 return self._number(tensor.item())
         return param(self.capture(tensor).name, dtype_of(tensor.dtype))
@@ -251,7 +284,7 @@ class Tracer:
         if bare in functions.RANDOM and not name.startswith("__"):
             raise _random(bare)
         if self.in_graph and name == "item" and args[0].dim() == 0:
-            return Symbol(self, self.scalar(args[0]))
+            return Symbol(self, self.scalar(args[0]), None)
         if captured and name in functions.VALUES:
             raise refusal(
                 f"'{bare}' of a captured tensor: its value now would be that of all calls",
@@ -272,15 +305,16 @@ class Tracer:
     ) -> Symbol | View | None:
         """``args[0]`` in another type, or a constant of its kind; None where that is not asked."""
         value = args[0] if args else None
-        if name in _METHODS:
-            return self._cast(value, _METHODS[name])
+        if name in METHODS:
+            return self._cast(value, METHODS[name])
         if name in ("to", "type", "type_as"):
             wanted = kwargs.get("dtype") or next((d for d in map(_dtype, args[1:]) if d), None)
             return self._cast(value, wanted)
-        if name in _FILLS:
-            return Symbol(self, self._filled(name, args, kwargs))
+        if name in FILLS:
+            return self._filled(name, args, kwargs)
         if name == "scalar_tensor" or (name == "tensor" and isinstance(value, Symbol)):
-            return Symbol(self, self.node(value))
+            found = self.symbol(value)
+            return self._converted(found, kwargs.get("dtype") or found.dtype)
         if name in _UNCHANGED and isinstance(value, Symbol | View):
             if name == "detach":
                 raise refusal(
@@ -291,15 +325,15 @@ class Tracer:
 
     def _cast(self, value: Any, wanted: torch.dtype | None) -> Symbol | View:
         if isinstance(value, View):
-            extra = () if wanted is None else (_target(wanted),)
+            extra = () if wanted is None else (wanted,)
             return View(self, value.tensor, value.indices, (*value.casts, *extra))
-        node = self.node(value)
-        return Symbol(self, node if wanted is None else ar.to(node, _target(wanted)))
+        found = self.symbol(value)
+        return found if wanted is None else self._converted(found, wanted)
 
-    def _filled(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    def _filled(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
         """A constant in the likeness of ``args[0]``."""
-        like = self.node(args[0])
-        fill: Any = _FILLS[name]
+        dtype = kwargs.get("dtype") or self.symbol(args[0]).dtype
+        fill: Any = FILLS[name]
         rest = list(args[1:])
         if name in ("new_zeros", "new_ones", "new_full", "new_empty"):
             sizes = kwargs["size"] if "size" in kwargs else rest.pop(0) if rest else ()
@@ -308,12 +342,8 @@ class Tracer:
                 raise refusal(f"'{name}' makes a tensor of size {sizes}", "write () for the size")
         if fill is None:
             given = kwargs.get("fill_value", kwargs.get("data"))
-            fill = self.node(rest[0] if given is None else given)
-        wanted = kwargs.get("dtype")
-        node = const(fill) if isinstance(fill, int) else fill
-        if name == "new_tensor" and wanted is None:
-            return node
-        return ar.to(node, like.dtype if wanted is None else _target(wanted))
+            fill = rest[0] if given is None else given
+        return self._converted(self.symbol(self._operand(fill, dtype)), dtype)
 
     def _over_row(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol | None:
         """The result of a reduction of a captured row, or None where ``name`` is none of one.
@@ -324,18 +354,29 @@ class Tracer:
         if name in functions.FOLDS and isinstance(args[0], View) and args[0].ndim == 1:
             dims = (*args[1:], kwargs.get("dim", -1))[:1]
             if set(kwargs) <= {"dim"} and dims[0] in (-1, 0, None, (-1,), (0,), [-1], [0]):
-                fold = functions.FOLDS[name]
-                return Symbol(self, fold(self._elements(args[0])))
+                return self._folded(name, args[0])
         if name in ("dot", "inner") and len(args) == 2 and all(_is_row(x) for x in args):
             left, right = (self._elements(x) for x in args)
             if len(left) == len(right):
                 products = [ar.mul(a, b) for a, b in zip(left, right, strict=True)]
-                return Symbol(self, functions.FOLDS["sum"](products))
+                found = functions.FOLDS["sum"](products)
+                return self._wrapped(
+                    found, joined(x.dtype for x in args if found.dtype is DType.INT)
+                )
         if name == "isin" and len(args) == 2 and not kwargs and _is_row(args[1]):
-            value = self.node(args[0])
+            # A row's dtype counts, and a value's of no dims does not.
+            value = self._wrapped(self.node(args[0]), args[1].dtype).node
             found = [ar.compare("==", value, x) for x in self._elements(args[1])]
             return Symbol(self, functions.FOLDS["any"](found))
         return None
+
+    def _folded(self, name: str, row: View) -> Symbol:
+        found = functions.FOLDS[name](self._elements(row))
+        if name in ("any", "all"):  # torch gives a uint8 for one.
+            return self._converted(
+                Symbol(self, found), torch.uint8 if row.dtype is torch.uint8 else torch.bool
+            )
+        return self._wrapped(found, row.dtype if name in ("amax", "amin") else torch.int64)
 
     def _elements(self, row: View | torch.Tensor) -> list[Node]:
         """The elements of a row, each as a lookup."""
@@ -352,10 +393,11 @@ class Tracer:
         function = functions.FUNCTIONS.get(name)
         if function is None:
             raise _unknown(name)
-        given = [self._operand(x) for x in args]
-        named = {key: self._operand(x) for key, x in kwargs.items()}
+        integer = self._integer(name, args, kwargs)
+        given = [self._operand(x, integer) for x in args]
+        named = {key: self._operand(x, integer) for key, x in kwargs.items()}
         try:
-            return Symbol(self, function(*given, **named))
+            return self._wrapped(function(*given, **named), integer)
         except TypeError as error:
             text = str(error).partition("()")[2].strip() or str(error)
             raise refusal(f"{name} {text}", "use it on values of one pair only") from None
@@ -364,11 +406,46 @@ class Tracer:
                 f"the language has no {error}", "convert an operand first, such as x.float()"
             ) from None
 
-    def _operand(self, value: Any) -> Any:
+    def _integer(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.dtype | None:
+        """The dtype in which ``name`` computes with ints; None where all are Python's numbers."""
+        operands = [*args, *kwargs.values()]
+        if name == "where":
+            operands = operands[1:]
+        elif name == "masked_fill":
+            operands = operands[:1]
+        if any(isinstance(x, float) for x in operands):
+            return torch.int64
+        own = [_own(x) for x in operands if isinstance(x, Symbol | View | torch.Tensor)]
+        floats = any(dtype is not None and dtype.is_floating_point for dtype in own)
+        return torch.int64 if floats else joined(own)
+
+    def _operand(self, value: Any, integer: torch.dtype | None) -> Any:
+        """An argument of a function that computes with ints in the dtype ``integer``."""
+        if isinstance(value, numpy.generic):
+            value = value.item()
         if isinstance(value, bool | int | float):
             self._number(value)
+            if isinstance(value, bool | float):
+                return value
+            try:
+                return literal(int(value), integer)
+            except OverflowError:
+                raise refusal(
+                    f"{value} joins a value of {integer}, which does not hold it",
+                    "convert the value first: x.to(torch.int64)",
+                ) from None
+        if value is None or isinstance(value, str):
             return value
-        return value if value is None or isinstance(value, str) else self.node(value)
+        found = self.symbol(value)
+        varies = found.node.dtype is DType.INT and found.integer is None
+        if varies and integer in RANGES and integer is not torch.int32:
+            raise refusal(
+                f"a number that varies joins a value of {integer}, which may not hold it",
+                "convert the value first: x.to(torch.int64)",
+            )
+        return self._wrapped(found.node, integer).node
 
     def _assign(self, target: Any, found: Symbol | View, name: str) -> Symbol:
         if not isinstance(target, Symbol) or not isinstance(found, Symbol):
@@ -379,7 +456,7 @@ class Tracer:
                 f"'{name}' in place makes a {after.value} of a {before.value}",
                 "write x = x + y, which makes a new value",
             )
-        target.node = ar.to(found.node, before)
+        target.node = self._wrapped(ar.to(found.node, before), target.integer).node
         return target
 
 
@@ -391,6 +468,8 @@ def dtype_of(dtype: torch.dtype) -> DType:
         return DType.FLOAT
     if dtype.is_complex:
         raise refusal("a complex tensor", "the language has bools, ints and floats")
+    if dtype not in _INTS:
+        raise refusal(f"an int of {dtype}", "convert it before the call: x.to(torch.int64)")
     return DType.INT
 
 
@@ -402,13 +481,11 @@ def _dtype(value: Any) -> torch.dtype | None:
     return None
 
 
-def _target(wanted: torch.dtype) -> DType:
-    if wanted in _NARROW:
-        raise refusal(
-            f"a conversion to {wanted} would wrap round, and the language's ints do not",
-            "use torch.int32 or torch.int64",
-        )
-    return dtype_of(wanted)
+def _own(value: Any) -> torch.dtype | None:
+    """The dtype of an operand; None of a number of Python's."""
+    if isinstance(value, Symbol) and value.node.dtype is DType.INT:
+        return value.integer
+    return value.dtype if isinstance(value, Symbol | View | torch.Tensor) else None
 
 
 def _is_row(value: Any) -> bool:

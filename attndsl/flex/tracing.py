@@ -55,6 +55,8 @@ class Trace:
     """Whether the text depends on the lengths that it was traced for."""
     numbers: Mapping[str, int] = field(default_factory=dict, repr=False)
     """Params that were numbers: their places in what the functions reach."""
+    makes: bool = field(default=False, repr=False)
+    """Whether the functions make tensors of numbers, which depends on torch's settings."""
 
     def __str__(self) -> str:
         return self.text
@@ -128,7 +130,7 @@ def _trace_in_graph(
         found = reach(mod)
         own = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or ()]
         numbers = sum(isinstance(x, int | float) and not isinstance(x, bool) for x in own)
-        changing = "a tensor" if found.tensors else "an object" if found.opaque else ""
+        changing = "a tensor" if found.tensors else "an object or a setting" if found.opaque else ""
         if len(found.numbers) > numbers:
             changing = changing or "a number of a module, a default or another function"
         if changing:
@@ -220,7 +222,7 @@ def trace_mods(
         params[place] = ParamDecl(names.free(found.number_names[place] or "number"), kind)
     if params:
         mods = replaced(
-            mods, {n: Symbol(tracer, param(p.name, p.dtype)) for n, p in params.items()}
+            mods, {n: Symbol(tracer, param(p.name, p.dtype), None) for n, p in params.items()}
         )
     score, mask = SCORE, None
     if mods[1] is not None:
@@ -317,7 +319,9 @@ def _program(
         capture.made or id(capture.tensor) in known for capture in tracer.captures.values()
     )
     numbers = {decl.name: place for place, decl in params.items()}
-    return Trace(print_program(program), captures, stable, tracer.lengths_used, numbers)
+    return Trace(
+        print_program(program), captures, stable, tracer.lengths_used, numbers, bool(tracer.made)
+    )
 
 
 def _result(tracer: Tracer, mod: Mod, arguments: tuple[Node, ...], what: str) -> Node:

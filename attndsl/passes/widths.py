@@ -63,7 +63,7 @@ def ranges(
         roots: Expressions.
         bits: Width of each int tensor and int param by name; 64 where missing.
         from_zero: Whether logical positions are row numbers, which are not negative.
-        known: Ranges of variables and sizes that are known better, by name.
+        known: Ranges of variables, sizes, tensors and params that are known better, by name.
     """
     found: dict[Node, Range] = {}
     for item in toposort(*roots):
@@ -71,7 +71,7 @@ def ranges(
             exact = exact_range(item, found, bits)
             if from_zero and item.op is Op.VAR:
                 exact = 0, _HIGHEST
-            if known and item.op in (Op.VAR, Op.SIZE):
+            if known and item.op in (Op.VAR, Op.SIZE, Op.LOAD, Op.PARAM):
                 exact = known.get(str(item.value), exact)
             # 64-bit arithmetic wraps: beyond it nothing is known.
             found[item] = exact if fits(exact, INT64) else INT64

@@ -12,6 +12,7 @@ from torch.nn import functional
 from attndsl.backends.base import Backward
 from attndsl.backends.memory_order import arranged, is_window, memory_order, rows_contiguous
 from attndsl.errors import AttnDSLError, UnsupportedError
+from attndsl.vectorized import refuse_vectorized
 
 from .distributed import OF_TORCH, refuse_context_parallel
 from .forward_mode import attend_with_tangents, has_tangents
@@ -129,6 +130,7 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
             return (None,) * len(ctx.needs_input_grad)
+        refuse_vectorized(grad_out, grad_lse)
         backend, lowered, form = ctx.kept
         saved = ctx.saved_tensors
         *tensors, out, lse = saved

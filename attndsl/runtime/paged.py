@@ -20,6 +20,7 @@ from attndsl.settings import asks_to_verify
 
 from .appending import AUTO, BY_KERNEL, FP8, Scale, append
 from .arguments import FLOATS, check_is_writable
+from .values import has_values, refuse_wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,16 +109,19 @@ class PagedCache:
         Raises:
             ShapeError, DTypeError, DeviceError: Tensors do not go together.
             BackendError: The kernel does not run on this device.
+            UnsupportedError: A tensor is within a transform of ``torch.func``.
             ArgumentError: Another backend. On CPUs, or with ``ATTNDSL_VERIFY=1``, but not in graphs
                 of ``torch.compile``: as :meth:`validate`.
         """
         check_starts(self, starts)
         _check_rows(self, k, v)
+        held = self.k_pages, self.v_pages, self.table, self.lengths
+        refuse_wrapped("append", (k, v, starts, *held, self.k_scale, self.v_scale))
         if not isinstance(backend, str) or backend not in (AUTO, BY_KERNEL):
             raise ArgumentError(
                 f"append has no backend {backend!r}", hint=f"use {AUTO!r} or {BY_KERNEL!r}"
             )
-        if not torch.compiler.is_compiling() and looks_at_values(self.table.device):
+        if not torch.compiler.is_compiling() and looks_at_values(self.table):
             self.validate(starts, k.shape[0])
         append(self, k, v, starts, backend)
 
@@ -143,9 +147,14 @@ class PagedCache:
             _check_start_values(self, starts, tokens)
 
 
-def looks_at_values(device: torch.device) -> bool:
-    """Whether calls validate: where nothing waits for a device, or where settings ask for it."""
-    return device.type == "cpu" or asks_to_verify()
+def is_at_hand(tensor: torch.Tensor) -> bool:
+    """Whether the elements can be looked at without waiting for a device."""
+    return tensor.device.type == "cpu" and has_values(tensor)
+
+
+def looks_at_values(tensor: torch.Tensor) -> bool:
+    """Whether calls with ``tensor`` validate: where nothing waits, or where settings ask for it."""
+    return is_at_hand(tensor) or (asks_to_verify() and has_values(tensor))
 
 
 class Keys(NamedTuple):

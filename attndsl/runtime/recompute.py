@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from attndsl.backends.dense.pulled import pulled
+from attndsl.vectorized import refuse_vectorized
 
 from .arguments import without_autocast
 
@@ -45,6 +46,7 @@ class Function(Protocol):
 
 def recomputed(function: Function, *inputs: torch.Tensor) -> Tensors:
     """``function(*inputs)``."""
+    refuse_vectorized(*inputs)
     found: Tensors = _Recomputed.apply(function, *inputs)  # type: ignore[no-untyped-call]
     return found
 

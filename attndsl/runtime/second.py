@@ -10,6 +10,7 @@ import torch
 from attndsl.backends.base import Backward, Wants
 from attndsl.backends.dense.pulled import pulled
 from attndsl.backends.memory_order import arranged_like
+from attndsl.vectorized import refuse_vectorized
 
 from .higher import is_transformed, pull_in_chunks
 
@@ -90,6 +91,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_vectorized(*grads)
         lowered, form, wanted = ctx.kept
         saved = ctx.saved_tensors  # Once, since checkpoints unpack them once.
         grad_out_need, grad_lse_need, *input_needs = ctx.needs_input_grad[5:]

@@ -311,19 +311,20 @@ def _true_kinds(lowered: Lowered, call: Call, grid: Grid) -> torch.Tensor:
     """Kinds by the mask of all pairs, some rows of tiles at a time."""
     sparsity, (rows, columns) = lowered.sparsity, grid.shape
     batch, heads = sparsity.maps(call.q.shape[0], call.q.shape[1])
-    kinds = torch.full((batch, heads, rows, columns), FULL, dtype=torch.int8, device=call.q.device)
     mask, kv_len = sparsity.mask, call.k.shape[2]
-    if mask is None or kinds.numel() == 0:
-        return kinds
+    shape = (batch, heads, rows, columns)
+    if mask is None or 0 in shape:
+        return torch.full(shape, FULL, dtype=torch.int8, device=call.q.device)
     together = max(1, _ROWS_AT_ONCE // (max(1, batch * heads * kv_len) * grid.block_m))
+    kinds = []
     for first in range(0, rows, together):
         scope = rows_of(grid, first, together).scope
         (live,) = evaluate((mask,), scope)
         live = live.expand(batch, heads, scope.variables["q"].shape[2], kv_len)
         some = _pool(live, grid)
         every = ~_pool(~live, grid)
-        kinds[:, :, first : first + together] = (some.to(torch.int8) + (some & every)) * PARTIAL
-    return kinds
+        kinds.append((some.to(torch.int8) + (some & every)) * PARTIAL)
+    return torch.cat(kinds, 2)
 
 
 def rows_of(grid: Grid, first: int, count: int) -> Grid:

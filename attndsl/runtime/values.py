@@ -9,8 +9,9 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
-from attndsl.errors import ArgumentError
+from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.ir import DType, Op, toposort
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.scalars import as_int, as_number, number_key
@@ -25,6 +26,9 @@ _NARROW = (torch.int8, torch.uint8, torch.int16)
 """Ints that hold no position at the limit."""
 _LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
 """Ints of 64 bits."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_level = torch._C._functorch.maybe_current_level
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _NUMBERS: dict[DType, type] = {DType.FLOAT: float, DType.INT: int, DType.BOOL: bool}
 """Types of a param's value that need no change."""
@@ -228,6 +232,33 @@ def check_rows_within(name: str, offset: int, rows: int, whole: int) -> None:
         )
 
 
+def has_data(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is more than a shape: neither of meta nor fake."""
+    return not tensor.is_meta and (type(tensor) in _PLAIN or not is_fake(tensor))
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether the elements of ``tensor`` can be looked at, which transforms and make_fx refuse."""
+    seen = _is_wrapped(tensor) or torch._C._get_dispatch_mode(_PROXY) is not None
+    return has_data(tensor) and not seen
+
+
+def refuse_wrapped(what: str, given: Iterable[object]) -> None:
+    """Refuse ``what`` of tensors that a transform of ``torch.func``, such as ``vmap``, has wrapped.
+
+    Raises:
+        UnsupportedError: One of ``given`` is.
+    """
+    if _level() is None:
+        return
+    if any(isinstance(x, torch.Tensor) and _is_wrapped(x) for x in given):
+        raise UnsupportedError(
+            f"{what} reads and writes pages, which transforms of torch.func do not show",
+            hint="call it outside of the transform, or call the program with keys and values that "
+            "are no pages: attention(q, k, v, kv_lengths=...)",
+        )
+
+
 def check_range(
     name: str, values: torch.Tensor, low: int, high: int, told: str, *parts: object
 ) -> None:
@@ -245,7 +276,7 @@ def check_range(
     Raises:
         ArgumentError: Some lie outside, and are not on a GPU.
     """
-    if values.numel() == 0 or values.is_meta or _is_wrapped(values):
+    if values.numel() == 0 or not has_values(values):
         return
     if values.device.type == "cuda":
         torch._assert_async(
@@ -328,7 +359,7 @@ def _check_positions(
 
 def _check_tensor(name: str, values: torch.Tensor, most: int) -> None:
     # What a transform of torch.func wraps is computed with in 64 bits, without kernels.
-    if values.dtype in _NARROW or values.numel() == 0 or values.is_meta or _is_wrapped(values):
+    if values.dtype in _NARROW or values.numel() == 0 or not has_values(values):
         return
     if values.device.type == "cuda":
         message = f"{name} has positions of {POSITION_LIMIT} or more in size"

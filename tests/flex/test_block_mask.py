@@ -1,8 +1,11 @@
 """Block masks: ours against torch's, and torch's taken for what they say."""
 
 import copy
+import functools
 import inspect
+import io
 import math
+import pickle
 import types
 
 import pytest
@@ -405,3 +408,66 @@ def test_empty_lengths():
     assert not out.any()
     assert (aux.lse == -math.inf).all()
     assert (aux.max_scores == -math.inf).all()
+
+
+def same_document(b, h, q, kv):
+    return DOC[b, q] == DOC[b, kv]
+
+
+def of_table(table, b, h, q, kv):
+    return table[b, q] == table[b, kv]
+
+
+class Near:
+    def __init__(self, table):
+        self.table = table
+
+    def __call__(self, b, h, q, kv):
+        return self.table[b, q] == self.table[b, kv]
+
+
+@pytest.mark.parametrize(
+    "mod", [causal, same_document, functools.partial(of_table, DOC), Near(DOC)]
+)
+@pytest.mark.parametrize("way", ["pickle", "torch.save", "copy"])
+def test_block_masks_are_pickled(mod, way):
+    made = create_block_mask(mod, B, None, Q, KV, device="cpu", BLOCK_SIZE=8)
+    if way == "pickle":
+        found = pickle.loads(pickle.dumps(made))
+    elif way == "copy":
+        found = copy.deepcopy(made)
+    else:
+        torch.save(made, file := io.BytesIO())
+        file.seek(0)
+        found = torch.load(file, weights_only=False)
+    assert (type(found), found.by_mask, found.varies) == (BlockMask, True, made.varies)
+    assert (found.tiles is None) == (made.tiles is None)
+    q, k, v = random(B, H, Q, D), random(B, H, KV, D), random(B, H, KV, D, seed=1)
+    assert torch.equal(found.to_dense(), made.to_dense())
+    assert torch.equal(
+        flex_attention(q, k, v, block_mask=found), flex_attention(q, k, v, block_mask=made)
+    )
+
+
+def test_block_masks_come_from_workers_of_a_loader():
+    loader = torch.utils.data.DataLoader(Masks(), batch_size=None, num_workers=1, timeout=120)
+    (found,) = loader
+    assert torch.equal(found.to_dense(), Masks()[0].to_dense())
+
+
+class Masks(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, place):
+        return create_block_mask(same_document, B, None, Q, KV, device="cpu", BLOCK_SIZE=8)
+
+
+def test_pickled_tile_maps_have_no_mask():
+    program = attndsl.compile("tensor doc[kv_len]: int; mask = doc[q] == doc[kv]")
+    made = program.tiles(KV, KV, doc=DOC[0])
+    found = pickle.loads(pickle.dumps(made))
+    assert torch.equal(found.kinds, made.kinds)
+    assert (found.q_len, found.block_m, found.reason) == (KV, made.block_m, made.reason)
+    with pytest.raises(UnsupportedError, match="no mask function"):
+        found.to_flex()

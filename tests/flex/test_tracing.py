@@ -65,7 +65,7 @@ PROGRAMS = {
     ),
     "powers": (
         lambda score, b, h, q, kv: score ** 2 + 2 ** h + q ** 2,
-        "score = score ** 2.0 + float(1 << h) + float(q ** 2)",
+        "score = score ** 2.0 + float(where(h <= 63, 1 << h, 0)) + float(q ** 2)",
     ),
     "quotients": (
         lambda score, b, h, q, kv: score + q // 3 + q % 5 / 2,
@@ -215,7 +215,7 @@ REFUSED = {
     "partly indexed": (lambda s, b, h, q, kv: s + TABLE[h], "1 dim(s) left", "2 dims", "s + TABLE"),
     "int power": (lambda s, b, h, q, kv: s + 3 ** h, "an int that varies", ".float()", "3 ** h"),
     "bits": (lambda s, b, h, q, kv: s & 1, "bits of a float", ".float()", "s & 1"),
-    "narrow": (lambda s, b, h, q, kv: s + q.to(torch.int8), "wrap round", "int64", "torch.int8"),
+    "narrow": (lambda s, b, h, q, kv: s + s.to(torch.int8), "does not fit", "int64", "torch.int8"),
     "assignment": (lambda s, b, h, q, kv: s.__setitem__(0, 1), "assigned to", "torch.where", "s."),
     "captured change": (lambda s, b, h, q, kv: s + GAIN.add_(1), "changes a captured", "", "GAIN"),
     "in-place type": (lambda s, b, h, q, kv: q.add_(s), "a float of a int", "x + y", "q.add_"),
