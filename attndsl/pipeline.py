@@ -192,10 +192,12 @@ def names_of(source: Source, declared: Mapping[str, Declared]) -> dict[Node, str
         AttnDSLError: All that is wrong with the program.
     """
     found: dict[Node, str] = {}
+    simple: dict[Node, Node] = {}
+    plain: dict[Node, Node] = {}
     for name, item in read_locals(source, declared).items():
         found.setdefault(item, name)
-        found.setdefault(simplify_node(item), name)
-        found.setdefault(simplify_node(without_tokens(item)), name)
+        found.setdefault(simplify_node(item, simple), name)
+        found.setdefault(simplify_node(without_tokens(item, plain), simple), name)
     return found
 
 
