@@ -32,5 +32,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ir.const(12345).value)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no forks")
 def test_a_child_compiles_whatever_other_threads_did() -> None:
-    done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", _FORK]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "7 12345\n", done.stderr

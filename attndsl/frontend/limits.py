@@ -12,6 +12,8 @@ MAX_IMPORTS = 100
 """Files that a program imports, directly or through others."""
 MAX_IMPORT_DEPTH = 16
 """Files that import one another in a chain."""
+MAX_DIMS = 16
+"""Dims of a tensor: backends make up small ones of all dims."""
 MAX_OPTIONAL = 16
 """Params and tensors that calls may leave out."""
 MAX_ERRORS = 20
