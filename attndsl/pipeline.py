@@ -209,6 +209,7 @@ def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
+    from attndsl.frontend.surface import shown
     from attndsl.passes.print_ir import print_derivative, print_program
     from attndsl.passes.tiles.describe import print_tiles
 
@@ -216,7 +217,7 @@ def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:
     program = read(tree, declared)
     lowered = lower_program(program)
     return {
-        "tree": "\n".join(map(repr, tree.statements)),
+        "tree": "\n".join(map(shown, tree.statements)),
         "ir": print_program(program),
         "simplified": print_program(simplify(program)),
         "split": print_program(lowered.program),

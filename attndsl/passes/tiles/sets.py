@@ -66,8 +66,8 @@ def bounded(found: Any, most: int = MAX_DIVISIONS) -> Any:
     conditions = sum(x.n_constraint() for domain in domains for x in domain.get_basic_sets())
     if conditions > MAX_CONDITIONS or max(map(divisions_of, domains), default=0) > most:
         raise TooComplicated
-    factors = (int(a or b) for a, b in _FACTOR.findall(found.to_str()))
-    if max(factors, default=0) > MAX_FACTOR:
+    text = found.to_str()  # None where that takes one operation too many.
+    if text is None or any(int(a or b) > MAX_FACTOR for a, b in _FACTOR.findall(text)):
         raise TooComplicated
     return found
 
