@@ -39,7 +39,7 @@ from .declare import (
 from .expressions import Inliner, Scope
 from .imports import homeless
 from .keywords import refuse_keywords
-from .limits import MAX_DIMS, MAX_ERRORS, MAX_OPTIONAL
+from .limits import MAX_ERRORS, MAX_OPTIONAL, check_dims
 from .parse import parse
 from .reserved import ALWAYS
 from .reserved import TARGETS as _TARGETS
@@ -357,12 +357,7 @@ class _Checker:
             raise TypeMismatchError(
                 f"'{name}' has no dims", statement.span, f"write 'param {name}: {dtype.value}'"
             )
-        if len(statement.dims) > MAX_DIMS:
-            raise LimitError(
-                f"'{name}' has {len(statement.dims)} dims; at most {MAX_DIMS} are allowed",
-                statement.span,
-                "reshape it: several dims may be one",
-            )
+        check_dims(name, len(statement.dims), statement.span)
         self.scope.defining = name
         try:
             dims = [self._dim(dim) for dim in statement.dims]
