@@ -84,7 +84,7 @@ def call_of_lengths(
     sizes = replace(sizes, kv_heads=kv_heads)
     for name in _GIVEN:
         size = getattr(sizes, name)
-        if isinstance(size, int) and size.bit_length() > 40:
+        if isinstance(size, int) and size.bit_length() > 62:
             bits = size.bit_length()
             raise ArgumentError(f"{name} has {bits} bits", hint="pass the length of a sequence")
         if not isinstance(size, int) or size < 0:
