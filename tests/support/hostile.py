@@ -407,7 +407,8 @@ OF_TEXTS: dict[str, Callable[[str], object]] = {
 """Stages that begin with the text."""
 OF_PROGRAMS: dict[str, Callable[[attndsl.Attention], object]] = {
     "explain": lambda a: a.explain(),
-    "explain at lengths": lambda a: a.explain(q_len=512, kv_len=512, captures=_given(a, 512)),
+    # Lengths of a few tiles: where pairs are evaluated, the time is that of the lengths asked for.
+    "explain at lengths": lambda a: a.explain(q_len=384, kv_len=384, captures=_given(a, 384)),
     "tiles": lambda a: a.tiles(512, 512, captures=_given(a, 512)),
     "cpu forward": lambda a: _call(a, False),
     "cpu backward": lambda a: _call(a, True),
