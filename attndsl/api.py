@@ -384,6 +384,9 @@ def _declared(name: str, value: object) -> Declared:
     if value is None:
         return Absent()
     number = as_number(value)
+    if type(number) is int:
+        # One that does not fit 64 bits is refused at its place; Python writes no longer ones.
+        return Bound(max(-1 << 64, min(number, 1 << 64)))
     if number is not None:
         return Bound(number)
     if isinstance(value, torch.Tensor):

@@ -13,6 +13,7 @@ give 0 where the divisor is the int 0.
 from __future__ import annotations
 
 import enum
+import os
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -147,6 +148,16 @@ class Side:
 # Interning makes `is` mean equality. The table holds nodes weakly and is invisible otherwise.
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
 _intern_lock = threading.Lock()
+
+
+def _begin_anew() -> None:
+    """In a forked process, which lacks the thread that may have held the lock."""
+    global _intern_lock
+    _intern_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def node(

@@ -194,10 +194,12 @@ def names_of(source: Source, declared: Mapping[str, Declared]) -> dict[Node, str
         AttnDSLError: All that is wrong with the program.
     """
     found: dict[Node, str] = {}
+    simple: dict[Node, Node] = {}
+    plain: dict[Node, Node] = {}
     for name, item in read_locals(source, declared).items():
         found.setdefault(item, name)
-        found.setdefault(simplify_node(item), name)
-        found.setdefault(simplify_node(without_tokens(item)), name)
+        found.setdefault(simplify_node(item, simple), name)
+        found.setdefault(simplify_node(without_tokens(item, plain), simple), name)
     return found
 
 
@@ -209,6 +211,7 @@ def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
+    from attndsl.frontend.surface import shown
     from attndsl.passes.print_ir import print_derivative, print_program
     from attndsl.passes.tiles.describe import print_tiles
 
@@ -216,7 +219,7 @@ def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:
     program = read(tree, declared)
     lowered = lower_program(program)
     return {
-        "tree": "\n".join(map(repr, tree.statements)),
+        "tree": "\n".join(map(shown, tree.statements)),
         "ir": print_program(program),
         "simplified": print_program(simplify(program)),
         "split": print_program(lowered.program),

@@ -186,7 +186,7 @@ def test_the_limits_in_the_reference_are_those_of_the_code():
     numbers = [int(number) for number in re.findall(r"\d+", text)]
     assert numbers == [
         limits.MAX_SOURCE, limits.MAX_STATEMENTS, limits.MAX_NESTING, limits.MAX_EXPANSIONS,
-        limits.MAX_IMPORTS, limits.MAX_IMPORT_DEPTH, limits.MAX_ERRORS,
+        limits.MAX_DIMS, limits.MAX_IMPORTS, limits.MAX_IMPORT_DEPTH, limits.MAX_ERRORS,
     ]  # fmt: skip
 
 

@@ -210,3 +210,34 @@ def test_sizes_on_the_command_line_are_whole_numbers(given):
         read_sizes([given])
     assert len(str(caught.value)) < 200
     assert read_sizes(["n=8"]) == {"n": 8}
+
+
+_DIGITS = "0x" + "f" * 5000
+"""An int that Python writes no text of."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"a = {_DIGITS}",
+        f'[a]\nprogram = {_DIGITS}',
+        f'[a]\nprogram = "q - kv < w"\nparams = {{w = {_DIGITS}}}',
+        f'[a]\nprogram = "q - kv < w"\nparams = {{w = 0o{"7" * 7000}}}',
+        f'a = {"9" * 5000}',
+    ],
+)  # fmt: skip
+def test_ints_of_thousands_of_digits_are_refused(tmp_path, text):
+    path = tmp_path / "model.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"64 bits|is not TOML"):
+        attndsl.load(path)
+
+
+def test_numbers_of_thousands_of_digits_are_refused():
+    number = int(_DIGITS, 16)
+    with pytest.raises(AttnDSLError, match="does not fit 64 bits"):
+        attndsl.compile("q - kv < w", w=number)
+    with pytest.raises(AttnDSLError, match="q_len has 20000 bits"):
+        attndsl.compile("q >= kv").explain(q_len=number, kv_len=8)
+    with pytest.raises(ConfigError, match="64 bits"):
+        attndsl.load({"a": {"program": "q - kv < w", "params": {"w": -number}}})

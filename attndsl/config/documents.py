@@ -169,7 +169,16 @@ class PlainDocument(Document):
     def number(self, value: Any) -> bool | int | float | None:
         """A number of Python or of numpy."""
         self._check(value)
-        return as_number(value)
+        number = as_number(value)
+        if type(number) is int and not -1 << 63 <= number < 1 << 63:
+            raise ConfigError(f"{self.name}: {_HUGE}", hint="write a float, such as 1e30")
+        return number
+
+    def written(self, value: Any) -> str:
+        """Python's own text, which it has not for all ints."""
+        number = as_number(value)
+        huge = type(number) is int and not -1 << 63 <= number < 1 << 63
+        return _HUGE if huge else super().written(value)
 
     def is_none(self, value: Any) -> bool:
         """None, which TOML cannot say."""
@@ -193,6 +202,9 @@ class PlainDocument(Document):
             return Item(name, value[key])
         except Exception as error:
             return Item(name, Unusable(f"'{shown(str(key))}' cannot be read: {_reason(error)}"))
+
+
+_HUGE = "an int of more than 64 bits"
 
 
 def _reason(error: Exception) -> str:

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lsprotocol import types as t
 from pygls import uris
+from pygls.exceptions import JsonRpcException
 from pygls.lsp.server import LanguageServer
+from pygls.protocol import LanguageServerProtocol
 
 from attndsl import __version__
 from attndsl.config import PROGRAM_SUFFIX, SUFFIXES
@@ -92,12 +94,28 @@ def as_range(lines: Lines, start: int, end: int) -> t.Range:
     return t.Range(t.Position(*first), t.Position(*last))
 
 
+class _Protocol(LanguageServerProtocol):
+    """The protocol of pygls, which answers requests that it cannot read."""
+
+    def structure_message(self, data: dict[str, Any]) -> Any:
+        """What a message says; whoever asked is told where it says nothing."""
+        try:
+            return super().structure_message(data)
+        except JsonRpcException as error:
+            if "id" in data and "method" in data:
+                self._send_response(data["id"], error=error.to_response_error())
+            raise
+
+
 class AttnServer(LanguageServer):
     """Files that are open, and the threads that look at them."""
 
     def __init__(self) -> None:
         super().__init__(
-            "attndsl", __version__, text_document_sync_kind=t.TextDocumentSyncKind.Full
+            "attndsl",
+            __version__,
+            text_document_sync_kind=t.TextDocumentSyncKind.Full,
+            protocol_cls=_Protocol,
         )
         self.checks = ThreadPoolExecutor(1, "attndsl-checks")
         self.answers = ThreadPoolExecutor(1, "attndsl-answers")

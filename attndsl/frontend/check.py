@@ -40,7 +40,7 @@ from .expressions import Inliner, Scope
 from .former import modern
 from .imports import homeless
 from .keywords import refuse_keywords
-from .limits import MAX_ERRORS, MAX_OPTIONAL
+from .limits import MAX_ERRORS, MAX_OPTIONAL, check_dims
 from .parse import parse
 from .reserved import ALWAYS
 from .reserved import TARGETS as _TARGETS
@@ -360,6 +360,7 @@ class _Checker:
             raise TypeMismatchError(
                 f"'{name}' has no dims", statement.span, f"write 'param {name}: {dtype.value}'"
             )
+        check_dims(name, len(statement.dims), statement.span)
         self.scope.defining = name
         try:
             dims = [self._dim(dim) for dim in statement.dims]

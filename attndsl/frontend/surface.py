@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -292,3 +292,28 @@ class Tree:
 
     source: Source
     statements: tuple[Statement, ...]
+
+
+def shown(root: object) -> str:
+    """A statement as Python's ``repr`` has it, which a long sum is too deep for."""
+    parts: list[str] = []
+    stack: list[tuple[bool, object]] = [(False, root)]
+    while stack:
+        written, item = stack.pop()
+        inner: list[tuple[bool, object]] = []
+        if written:
+            parts.append(str(item))
+        elif is_dataclass(item):
+            for each in fields(item):
+                if each.repr:
+                    start = ", " if inner else f"{type(item).__name__}("
+                    inner += [(True, f"{start}{each.name}="), (False, getattr(item, each.name))]
+            inner.append((True, ")"))
+        elif isinstance(item, tuple):
+            for number, element in enumerate(item):
+                inner += [(True, ", " if number else "("), (False, element)]
+            inner.append((True, {0: "()", 1: ",)"}.get(len(item), ")")))
+        else:
+            parts.append(repr(item))
+        stack += reversed(inner)
+    return "".join(parts)

@@ -8,6 +8,7 @@ Non-goals: the text that the program was written as (see ``frontend/format.py`` 
 from __future__ import annotations
 
 import math
+from itertools import count
 from typing import TYPE_CHECKING
 
 from attndsl.ir import FLOAT_UNARY, SCORE, DType, Node, Op, Program, sides, toposort
@@ -51,17 +52,14 @@ _CALLS = {op: op.value for op in FLOAT_UNARY} | {
 
 def short_form(lowered: Lowered, most: int = NAME_LENGTH) -> str:
     """A program in one line of at most ``most`` characters, where nobody knows its text."""
-    try:
-        return shorten(print_program(lowered.program), most)
-    except ValueError:
-        return f"program {lowered.digest[:12]}"
+    return shorten(print_program(lowered.program), most)
 
 
 def print_program(program: Program) -> str:
     """``program`` as text.
 
-    Raises:
-        ValueError: A constant that the language has no literal for (NaN, the lowest int).
+    The language has no literal for the lowest int and for NaN. They stand as expressions that
+    simplify to them.
     """
     taken = {p.name for p in program.params} | {t.name for t in program.tensors}
     taken |= set(program.dim_names())
@@ -134,12 +132,8 @@ def _number(value: bool | int | float) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        if math.isnan(value):
-            raise ValueError("NaN has no literal in the language")
-        return repr(value)
-    if value < -((1 << 63) - 1):
-        raise ValueError(f"{value} has no literal in the language")
-    return str(value)
+        return "(inf - inf)" if math.isnan(value) else repr(value)
+    return str(value) if value > -1 << 63 else f"({value + 1} - 1)"
 
 
 class _Printer:
@@ -163,12 +157,12 @@ class _Printer:
             for arg in item.args:
                 uses[arg] = uses.get(arg, 0) + 1
         depths: dict[Node, int] = {}
+        free = (name for number in count() if (name := f"t{number}") not in taken)
         for item in order:
             text, level = self._text(item)
             depth = 1 + max((depths[arg] for arg in item.args), default=0)
             if share and item.args and (uses.get(item, 0) > 1 or depth > _MAX_DEPTH):
-                name = next(n for i in range(1 << 30) if (n := f"t{i}") not in taken)
-                taken.add(name)
+                name = next(free)
                 self.lines.append(f"{name} = {text}")
                 text, level, depth = name, _ATOM, 0
             elif most is not None and len(text) > most:

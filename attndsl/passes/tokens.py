@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import TOKEN, TOKENS, Op, node, size, substitute, toposort, var
+from attndsl.ir import TOKEN, TOKENS, Op, node, size, substitute, substitute_on, toposort, var
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
@@ -29,9 +29,13 @@ def mentions_tokens(program: Program) -> bool:
     return not _KNOWN.keys().isdisjoint(toposort(*program.roots(), *dims))
 
 
-def without_tokens(item: Node) -> Node:
-    """An expression in other variables."""
-    return substitute(item, _KNOWN)
+def without_tokens(item: Node, done: dict[Node, Node] | None = None) -> Node:
+    """An expression in other variables; ``done``, empty at first, is shared between expressions."""
+    if done is None:
+        return substitute(item, _KNOWN)
+    if not done:
+        done.update(_KNOWN)
+    return substitute_on(item, done)
 
 
 def expanded(program: Program) -> Program:

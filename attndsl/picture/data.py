@@ -228,7 +228,7 @@ def picture_data(
     here = replace(location, **{name: _on_cpu(getattr(location, name)) for name in LOCATION})
     call = bind(lowered.program, (q, k, k), captures, here)
     check_values(lowered.program, call)
-    shown = _title(lowered) if title is None else title
+    shown = print_program(lowered.program) if title is None else title
     with torch.no_grad():
         return _look(lowered, call, (block_m, block_n), (b, h), float(raw_score), shown)
 
@@ -333,14 +333,6 @@ def _exact_kinds(mask: torch.Tensor, block_m: int, block_n: int) -> torch.Tensor
         totals(torch.ones(mask.shape, dtype=torch.int64, device="cpu")),
     )
     return (live > 0).to(torch.int8) * PARTIAL + (live == there).to(torch.int8) * (FULL - PARTIAL)
-
-
-def _title(lowered: Lowered) -> str:
-    try:
-        return print_program(lowered.program)
-    except ValueError:
-        # A constant without a literal, such as the NaN of 0 * inf.
-        return f"program {lowered.digest[:12]}"
 
 
 def _on_cpu(value: Any) -> Any:

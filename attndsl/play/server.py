@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from attndsl.errors import ArgumentError, AttnDSLError
 
@@ -37,6 +39,9 @@ MOST_BYTES = 1 << 18
 """Of a request: a program of the greatest length in the longest encoding, and settings."""
 QUICK, SLOW = 10.0, 30.0
 """Seconds that an answer may take: what is shown while people type, and the rest."""
+REQUEST_SECONDS = 5.0
+"""That a request may take to come. The server has room for few connections at a time, and one on
+which nothing comes would keep its place for ever."""
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -113,7 +118,12 @@ class _Guarded:
 
 
 async def _answer(request: Request, answering: Answering) -> Response:
-    body = await _body(request)
+    try:
+        body = await asyncio.wait_for(_body(request), REQUEST_SECONDS)
+    except TimeoutError:
+        return _problem(ArgumentError("the request does not come to its end"), 408)
+    except ClientDisconnect:
+        return Response(status_code=499)  # Nobody reads it.
     if body is None:
         return _problem(ArgumentError(f"the request is longer than {MOST_BYTES} bytes"), 413)
     try:
@@ -207,11 +217,49 @@ def listen(port: int | None) -> socket.socket:
     )
 
 
+class _Connection(H11Protocol):
+    """A connection that is closed if its next request takes long to come."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(REQUEST_SECONDS, self._give_up)
+
+    def _forget(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        self.transport.close()
+
+
+def server_of(app: ASGIApp) -> uvicorn.Server:
+    """A server of the page."""
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, date_header=False,
+        limit_concurrency=64, timeout_graceful_shutdown=1, lifespan="on", ws="none",
+        http=_Connection,
+    )  # fmt: skip
+    return uvicorn.Server(config)
+
+
 def run(listening: socket.socket) -> None:
     """Serve the page on ``listening`` until the process is interrupted."""
-    config = uvicorn.Config(
-        make_app(helpers(), Guard()), log_level="warning", access_log=False, server_header=False,
-        date_header=False, limit_concurrency=64, timeout_graceful_shutdown=1, lifespan="on",
-        ws="none",
-    )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[listening])
+    server_of(make_app(helpers(), Guard())).run(sockets=[listening])

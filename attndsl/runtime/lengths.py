@@ -7,6 +7,7 @@ nobody names are those of the captures.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,6 +84,9 @@ def call_of_lengths(
     sizes = replace(sizes, kv_heads=kv_heads)
     for name in _GIVEN:
         size = getattr(sizes, name)
+        if isinstance(size, int) and size.bit_length() > 62:
+            bits = size.bit_length()
+            raise ArgumentError(f"{name} has {bits} bits", hint="pass the length of a sequence")
         if not isinstance(size, int) or size < 0:
             raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 0 or more")
     # A last stride of 0 would have it copied.
@@ -146,6 +150,11 @@ def filled(
     for decl in program.tensors:
         if decl.name not in needed and decl.name not in found:
             shape = [max(0, int(evaluate(dim, known))) for dim in decl.dims]
+            if prod(shape) >= 1 << 62:
+                raise ArgumentError(
+                    f"'{decl.name}' of {' x '.join(map(str, shape))} elements has no memory",
+                    hint="give shorter lengths",
+                )
             element = torch.zeros((), dtype=_DTYPES[decl.dtype], device=device)
             found[decl.name] = element.expand(shape)
     return found

@@ -16,7 +16,7 @@ through the branch that was taken, is not hidden.
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from ..base import Call
 
-_LARGEST = torch.finfo(torch.float32).max
 Rule = Callable[["Node", tuple[torch.Tensor, ...], "Scope"], torch.Tensor]
 
 
@@ -109,11 +108,18 @@ def evaluate(roots: tuple[Node, ...], scope: Scope) -> tuple[torch.Tensor, ...]:
         NotImplementedError: An operation has no rule here (a defect of this module).
     """
     values: dict[Node, torch.Tensor] = {}
-    for item in toposort(*roots):
+    order = toposort(*roots)
+    left = Counter(arg for item in order for arg in item.args) + Counter(roots)
+    for item in order:
         rule = RULES.get(item.op)
         if rule is None:
             raise NotImplementedError(f"no dense rule for {item.op.name}")
         values[item] = rule(item, tuple(values[arg] for arg in item.args), scope)
+        # A long program has more values of all pairs than fit in memory at a time.
+        for arg in item.args:
+            left[arg] -= 1
+            if not left[arg]:
+                del values[arg]
     return tuple(values[root] for root in roots)
 
 
@@ -282,8 +288,9 @@ def _by_type(integer: Callable[..., torch.Tensor], floating: Rule) -> Rule:
 
 
 def _full(value: bool | int | float, dtype: torch.dtype, scope: Scope) -> torch.Tensor:
-    if _LARGEST < abs(value) < math.inf:  # torch refuses to round them.
-        return torch.full((1, 1, 1, 1), value, dtype=torch.float64, device=scope.device).to(dtype)
+    if isinstance(value, float) and abs(value) > torch.finfo(dtype).max:
+        # Torch refuses what it would round to infinity, or to the largest number.
+        value = float(torch.tensor(value, dtype=torch.float64).to(dtype))
     return torch.full((1, 1, 1, 1), value, dtype=dtype, device=scope.device)
 
 

@@ -130,8 +130,9 @@ def slope_origin(root: Node, scope: Scope, seed: torch.Tensor) -> Origin | None:
             continue
         for arg, part in _pulled(item, values, grad, scope):
             if not _is_finite(part):
+                of, by = print_expression(item), print_expression(arg)
                 told = (
-                    f"the derivative of {_text(item)} by {_text(arg)} is {number(part)}: "
+                    f"the derivative of {of} by {by} is {number(part)}: "
                     f"{_computation(item, values)}, where the gradient is {number(grad)}"
                 )
                 return Origin(item, told, _SLOPES.get(item.op, _HINTS.get(item.op, _LARGE)))
@@ -178,7 +179,7 @@ def _origin(item: Node, values: Values, wrong: list[Node], scope: Scope) -> Orig
         )
     if item.op is Op.DOT:
         return _origin_of_rows(item, values, scope)
-    told = f"{_text(item)} is {value}: {_computation(item, values)}"
+    told = f"{print_expression(item)} is {value}: {_computation(item, values)}"
     for arg in wrong:
         below = origin_of(arg, scope)
         if below.item.op is not Op.SCORE:
@@ -201,7 +202,8 @@ def _origin_of_rows(item: Node, values: Values, scope: Scope) -> Origin:
                 f"tensor '{side.name}' is {value} at {[*at, *place]}",
                 f"it was {value} before the call: look at what made it",
             )
-    return Origin(item, f"{_text(item)} is {number(values[item])}: its sum overflows", _LARGE)
+    told = f"{print_expression(item)} is {number(values[item])}: its sum overflows"
+    return Origin(item, told, _LARGE)
 
 
 def _pulled(
@@ -227,10 +229,3 @@ def _computation(item: Node, values: Values) -> str:
     if not shown:
         return "it is written so"
     return f"{item.op.value} of {' and '.join(shown)}"
-
-
-def _text(item: Node) -> str:
-    try:
-        return print_expression(item)
-    except ValueError:  # It holds a constant without a literal, such as the NaN of 0 * inf.
-        return f"'{item.op.value}'"

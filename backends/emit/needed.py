@@ -63,6 +63,7 @@ def only_needed(text: str, entries: Collection[str]) -> str:
     needs = _Needs(tree, text.split("\n"))
     for entry in entries:
         needs.pin(entry)
+    needs.follow()
     return Removal(text, needs).text_of(tree)
 
 
@@ -103,6 +104,8 @@ class _Needs:
         self._effects: dict[str, bool] = {}
         self._pinned: set[str] = set()
         self._waiting: dict[tuple[str, str], list[tuple[ast.AST, _Function]]] = {}
+        self._new: list[tuple[_Function, str]] = []
+        """Locals that are needed, and what they need is not yet."""
         for item in tree.body:
             for name in names_of(item):
                 self._items[name] = item
@@ -121,6 +124,15 @@ class _Needs:
         function = self._need_function(name)
         for parameter in function.parameters:
             self._need_local(function, parameter)
+
+    def follow(self) -> None:
+        """Need what the locals need that are needed, and so on.
+
+        One after the other rather than one within the other: a chain of locals may be as long as
+        a program, and Python's stack is not.
+        """
+        while self._new:
+            self._follow_local(*self._new.pop())
 
     def branches(self, node: ast.If, function: str) -> list[Branch]:
         """The branches of a statement that may be taken, with what is left to decide."""
@@ -247,6 +259,7 @@ class _Needs:
     ) -> None:
         """Need the statements of ``body`` that have effects, and note what others define."""
         live = list(self._live(function, body))
+        overwritten = _overwritten(live)
         for number, statement in enumerate(live):
             if above is not None:
                 function.within[statement] = above
@@ -256,7 +269,7 @@ class _Needs:
             if self._has_effect(function, statement):
                 self._need_statement(function, statement, max(len(bodies) - 1, 0))
                 continue
-            if _is_overwritten(live, number):
+            if number in overwritten:
                 continue
             for name in defined(statement):
                 function.definitions.setdefault(name, []).append(statement)
@@ -351,9 +364,11 @@ class _Needs:
                 yield from self._acts(function, inner)
 
     def _need_local(self, function: _Function, name: str) -> None:
-        if name in function.needed:
-            return
-        function.needed.add(name)
+        if name not in function.needed:
+            function.needed.add(name)
+            self._new.append((function, name))
+
+    def _follow_local(self, function: _Function, name: str) -> None:
         if name in function.parameters:
             number = function.parameters.index(name)
             annotation = function.node.args.args[number].annotation
@@ -446,17 +461,23 @@ def _placed(
             yield parameters[min(number, len(parameters) - 1)], argument
 
 
-def _is_overwritten(live: list[ast.stmt], number: int) -> bool:
-    """Whether a statement below assigns the same local before any may read it."""
-    match live[number]:
-        case ast.Assign(targets=[ast.Name(id=name)]):
-            below = live[number + 1 :]
-        case _:
-            return False
-    for place, statement in enumerate(below):
-        if isinstance(statement, ast.Assign) and name in defined(statement):
-            return not any(reads(other, name) for other in below[: place + 1])
-    return False
+def _overwritten(live: list[ast.stmt]) -> set[int]:
+    """The statements, by number, whose local one below assigns before any may read it."""
+    found: set[int] = set()
+    assigned: dict[str, int] = {}
+    for number, statement in enumerate(live):
+        if not isinstance(statement, ast.Assign):
+            continue
+        for name in defined(statement):
+            before = assigned.pop(name, None)
+            if before is not None and not any(
+                reads(other, name) for other in live[before + 1 : number + 1]
+            ):
+                found.add(before)
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                assigned[name] = number
+    return found
 
 
 def _is_names(target: ast.expr) -> bool:

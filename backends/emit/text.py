@@ -17,7 +17,7 @@ def device_function(name: str, arguments: str, doc: str, body: Sequence[str]) ->
     return "\n".join(
         [
             "@triton.jit",
-            *textwrap.wrap(f"def {name}({arguments}):", 96, subsequent_indent=2 * INDENT),
+            *_folded(f"def {name}({arguments}):", 96, 2 * INDENT),
             f'{INDENT}"""{doc}"""',
             *(INDENT + line for line in body),
         ]
@@ -42,4 +42,10 @@ def scope_function(
 
 def wrapped(names: Sequence[str]) -> list[str]:
     """``names`` as lines of arguments."""
-    return textwrap.wrap(", ".join(names) + ",", 88) if names else []
+    return _folded(", ".join(names) + ",", 88) if names else []
+
+
+def _folded(text: str, width: int, indent: str = "") -> list[str]:
+    """``text`` in lines that end at spaces: a name may be longer than a line."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip

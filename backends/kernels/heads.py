@@ -11,7 +11,7 @@ import textwrap
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from attndsl.passes.print_ir import print_program, short_form
+from attndsl.passes.print_ir import print_program
 
 from ..base import UNWRITTEN
 from ..key import version_of
@@ -129,10 +129,7 @@ def _program(job: Job, written: Written) -> list[str]:
     """Lines of the program, each printable and none too long."""
     text = written.text
     if not text.strip():
-        try:
-            text = print_program(job.lowered.program)
-        except ValueError:
-            text = short_form(job.lowered)
+        text = print_program(job.lowered.program)
     # An empty line would be the end of the fields.
     lines = [x for line in text.split("\n") if (x := _printable(line.expandtabs(4)).rstrip())]
     if len(lines) > _MOST_LINES:

@@ -286,6 +286,22 @@ def test_hostile_files_harm_nothing(editor, tmp_path, case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "place",
+    [{"line": -1, "character": 0}, {"line": 0, "character": 1 << 70}, {"line": "a"}, {}, None],
+    ids=str,
+)
+def test_places_that_are_none_are_answered(editor, uri, place):
+    editor.open(uri, "mask = q >= kv\n")
+    asked = {"textDocument": {"uri": uri}, "position": place}
+    editor.number += 1
+    editor.tell("textDocument/hover", asked, editor.number)
+    while (message := editor.messages.get(timeout=60)).get("id") != editor.number:
+        editor.seen.append(message)
+    assert message["error"]["code"] == -32602
+    assert editor.at("hover", uri, 0, 8)
+
+
 def test_the_server_listens_while_it_checks(editor, tmp_path):
     slow, quick = uri_of(tmp_path / "slow.yaml"), uri_of(tmp_path / "quick.attn")
     editor.open(quick, PROGRAM)

@@ -127,12 +127,6 @@ def test_simple_programs_do_not_import_sympy() -> None:
 def test_programs_round_trip_through_json_and_text(root: Node) -> None:
     program = Program(simplify_node(cast(root, DType.FLOAT)))
     assert program_from_json(program_to_json(program)) == program
-    constants = [x.value for x in ir.toposort(program.score) if x.op is Op.CONST]
-    # The least integer has none; as a float it has.
-    if any(value != value or (type(value) is int and value == -(1 << 63)) for value in constants):
-        with pytest.raises(ValueError, match="literal"):
-            print_program(program)
-        return
     again = simplify(read(Source(print_program(program)), {}))
     assert again.score is simplify(program).score
 

@@ -158,19 +158,46 @@ def test_a_process_that_does_not_start_is_said():
 def test_a_process_that_was_killed_from_outside_is_started_again():
     async def work(helper):
         await helper.ask(asked("first"))
-        helper._process.kill()
-        os.kill(helper._pid, 9)
-        await helper._process.wait()
+        running = helper._running
+        running.process.kill()
+        os.kill(running.pid, 9)
+        await running.process.wait()
         await asyncio.sleep(0.1)
         return await helper.ask(asked("next"))
 
     assert run(work, seconds=50)["result"]["text"] == "next"
 
 
+@pytest.mark.parametrize("text", ["sleep 0.5", "sleep 60"])
+def test_a_parent_that_is_killed_in_the_middle_of_a_request_takes_no_other_along(text):
+    """Its child goes on, and says what it found where others no longer wait for it."""
+
+    async def work(helper):
+        await helper.ask(asked("first"))
+        old = helper._running
+        task = asyncio.create_task(helper.ask(asked(text)))
+        await asyncio.sleep(0.2)
+        old.process.kill()
+        found = [await task, await helper.ask(asked("next"))]
+        await old.process.wait()
+        found += [await helper.ask(asked(f"{number}")) for number in range(3)]
+        return found, old.pid, helper._running is old
+
+    found, child, same = run(work, seconds=2.0)
+    assert (found[0]["result"] or {"text": "sleep 60"})["text"] == text
+    assert [each["result"]["text"] for each in found[2:]] == ["0", "1", "2"]
+    assert found[1]["result"]["text"] == "next"
+    assert not same
+    end = time.monotonic() + 20
+    while is_there(child):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_no_process_stays_behind():
     async def work(helper):
         await helper.ask(asked("first"))
-        return helper._pid, helper._process.pid
+        return helper._running.pid, helper._running.process.pid
 
     for pid in run(work):
         end = time.monotonic() + 20

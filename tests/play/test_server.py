@@ -20,14 +20,14 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-import uvicorn
 
 from attndsl import cli
 from attndsl.errors import ArgumentError
+from attndsl.play import server as play_server
 from attndsl.play.answers import answer
 from attndsl.play.guard import HEADERS, Guard
 from attndsl.play.records import Answer, Problem
-from attndsl.play.server import HOST, MOST_BYTES, listen, make_app
+from attndsl.play.server import HOST, MOST_BYTES, listen, make_app, server_of
 
 TOKEN = "the-token-of-this-test"
 
@@ -62,11 +62,7 @@ def answering():
 @pytest.fixture(scope="module")
 def port(answering):
     listening = listen(0)
-    config = uvicorn.Config(
-        make_app(answering, Guard(TOKEN)), log_level="warning", access_log=False, ws="none",
-        server_header=False, timeout_graceful_shutdown=1, lifespan="on",
-    )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = server_of(make_app(answering, Guard(TOKEN)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     yield listening.getsockname()[1]
@@ -316,6 +312,41 @@ def test_who_goes_away_ends_the_work(port, answering):
         connection.sendall(head + body)
         time.sleep(0.3)
         assert not answering.cancelled.is_set()
+    assert answering.cancelled.wait(20)
+
+
+JSON = f"X-Attndsl-Token: {TOKEN}\r\nContent-Type: application/json\r\n".encode()
+HEAD = b"POST /answer HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "count", "said"),
+    [(b"", 80, b""), (HEAD, 80, b""), (HEAD + JSON + b"Content-Length: 9\r\n\r\n", 40, b" 408 ")],
+    ids=["nothing", "half a head", "half a request"],
+)
+def test_who_sends_no_whole_request_keeps_no_place(monkeypatch, port, call, raw, count, said):
+    monkeypatch.setattr(play_server, "REQUEST_SECONDS", 0.5)
+    with contextlib.ExitStack() as stack:
+        several = [
+            stack.enter_context(socket.create_connection((HOST, port), timeout=30))
+            for _ in range(count)
+        ]
+        for each in several:
+            each.sendall(raw)
+        end = time.monotonic() + 20
+        while call("GET", "/")[0] != 200:
+            assert time.monotonic() < end
+        assert said in several[0].recv(65536)
+    assert call("GET", "/")[0] == 200
+
+
+def test_a_connection_that_has_sent_a_request_waits_for_the_answer(monkeypatch, port, answering):
+    monkeypatch.setattr(play_server, "REQUEST_SECONDS", 0.2)
+    answering.cancelled.clear()
+    body = b'{"kind": "picture", "text": "hang"}'
+    with socket.create_connection((HOST, port), timeout=30) as connection:
+        connection.sendall(HEAD + JSON + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert not answering.cancelled.wait(1.0)
     assert answering.cancelled.wait(20)
 
 

@@ -15,7 +15,7 @@ from attndsl.passes.simplify import simplify_node
 
 from .affine import guard_of
 from .sandwich import lower, upper
-from .sets import SetBuilder
+from .sets import SetBuilder, TooComplicated, bounded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,8 +66,10 @@ def _all_or_none(mask: Node, wanted: bool) -> bool:
         builder = SetBuilder(context, False, guard_of(mask, leaf_names(mask)).cut)
         live = builder.live(mask)
         pairs = islpy.Set.read_from_str(context, _pairs(builder.parameters))
-        return bool(pairs.is_subset(live) if wanted else live.intersect(pairs).is_empty())
-    except islpy.Error:
+        if wanted:
+            return bool(pairs.is_subset(live))
+        return bool(bounded(live.intersect(pairs)).is_empty())
+    except (islpy.Error, TooComplicated):
         return False
 
 

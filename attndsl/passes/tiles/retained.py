@@ -21,7 +21,7 @@ from attndsl.passes.simplify import simplify_node
 from .affine import guard_of
 from .sandwich import upper
 from .segments import MAX_OPERATIONS
-from .sets import SetBuilder
+from .sets import SetBuilder, TooComplicated, bounded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,7 +80,7 @@ def projection(mask: Node) -> Projection:
         later = islpy.Set.read_from_str(
             context, f"[{_NEXT}, {_KEYS}] -> {{ [q, kv] : q >= {_NEXT} and 0 <= kv < {_KEYS} }}"
         )
-        live = live.intersect(later)
+        live = bounded(live.intersect(later))
         symbols = {}
         for name, item in names.items():
             if not any(x.op is Op.SIZE and x.value in _GROWING for x in toposort(item)):
@@ -89,21 +89,21 @@ def projection(mask: Node) -> Projection:
             if item.op is Op.SIZE:
                 least = _KEYS if item.value == "kv_len" else 1
                 bounds = f"[{name}, {_KEYS}] -> {{ [q, kv] : {name} >= {least} }}"
-                live = live.intersect(islpy.Set.read_from_str(context, bounds))
+                live = bounded(live.intersect(islpy.Set.read_from_str(context, bounds)))
             else:
                 exact = False
             live = _without(live, islpy.dim_type.param, name)
-        found = live.project_out(islpy.dim_type.set, 0, 1).coalesce()
+        found = bounded(bounded(live.project_out(islpy.dim_type.set, 0, 1)).coalesce())
         # Questions are small, and isl counts the operations of all of them together.
         context.set_max_operations(0)
-    except islpy.Error:
+    except (islpy.Error, TooComplicated):
         return Projection(None, {}, False)
     return Projection(found, symbols, exact)
 
 
 def _without(found: Any, kind: Any, name: str) -> Any:
     place = found.find_dim_by_name(kind, name)
-    return found if place < 0 else found.project_out(kind, place, 1)
+    return found if place < 0 else bounded(found.project_out(kind, place, 1))
 
 
 def _fixed(found: Any, values: Mapping[str, int]) -> Any:

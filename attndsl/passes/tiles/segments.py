@@ -21,10 +21,11 @@ from attndsl.passes.widths import INT32, INT64, POSITION_LIMIT, exact_range, fit
 
 from .affine import guard_of, symbols_of
 from .plan import TILE, TILES, WHOLE, Segment
-from .sets import SetBuilder
+from .sets import SetBuilder, TooComplicated, divisions_of
+from .sets import bounded as bounded_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from attndsl.passes.widths import Range
 
@@ -39,6 +40,11 @@ MAX_OPERATIONS = 200_000
 MAX_DISJOINT, MAX_CONSTRAINTS = 24, 256
 """Disjoint pieces of a set that isl writes code for, and constraints of all of them. Both bound the
 time of isl: see M23 in docs/measured.md. A set of 12 segments seldom has more than 12 pieces."""
+MAX_DIVISIONS, MAX_UNKNOWN = 24, 2
+"""Rounded divisions of one convex piece of a set of tiles, and those of one before isl has found
+out what they are of: see M23 in docs/measured.md."""
+MAX_ENDS, MAX_TRIES = 30_000, 48
+"""Operations that the ends of one range may take, and pieces that are tried as ranges."""
 MAX_PRODUCT = 128
 """Convex pieces of what is live times those of what is dead: beyond it their difference may take
 minutes, which isl's count of operations does not show."""
@@ -122,7 +128,7 @@ def _derivation(mask: Node, shifted: bool, wide: frozenset[str]) -> Iterator[_De
     context.set_ast_build_prefer_pdiv(0)
     try:
         yield _Derivation(SetBuilder(context, shifted, guard_of(mask, wide).cut))
-    except islpy.Error as error:
+    except (islpy.Error, TooComplicated) as error:
         raise NoClosedForm("the integer sets of its tiles are too complicated") from error
 
 
@@ -133,6 +139,7 @@ class _Derivation:
         self.slopes = [0]
         """Tiles along the loop that the diagonal moves for one owner tile, and none."""
         self.strides: tuple[int, ...] = _STRIDES
+        self.tries = 0
 
     def segments(
         self, masks: tuple[Node, Node | None], owner: tuple[str, int], loop: tuple[str, int],
@@ -140,14 +147,16 @@ class _Derivation:
     ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:  # fmt: skip
         mask, sure = masks
         pairs, live, tiling = self._tiled(mask, owner, loop)
-        dead = pairs.subtract(live if sure is None else self.builder.live(sure))
-        some = live.apply(tiling).coalesce()
-        spoiled = dead.apply(tiling).coalesce()
+        dead = bounded_pairs(pairs.subtract(live if sure is None else self.builder.live(sure)))
+        some = bounded(bounded(live.apply(tiling)).coalesce())
+        spoiled = bounded(bounded(dead.apply(tiling)).coalesce())
         pieces = some.n_basic_set() * spoiled.n_basic_set()
         if pieces > MAX_PRODUCT:
             raise NoClosedForm("its tiles fall into too many pieces")
-        full = some.subtract(spoiled).coalesce()
-        partial = some.intersect(spoiled)
+        if max(divisions_of(some), divisions_of(spoiled)) > MAX_UNKNOWN:
+            raise TooComplicated
+        full = bounded(bounded(some.subtract(spoiled)).coalesce())
+        partial = bounded(some.intersect(spoiled))
         everywhere = self._set("[tiles] -> { [j] : 0 <= j < tiles }")
         if not ragged_full:
             whole = self._set("[whole] -> { [j] : 0 <= j < whole }")
@@ -164,7 +173,8 @@ class _Derivation:
     ) -> tuple[Segment, ...]:
         _, live, tiling = self._tiled(mask, owner, loop)
         everywhere = self._set("[tiles] -> { [j] : 0 <= j < tiles }")
-        return self._segments(live.apply(tiling).intersect(everywhere).coalesce())
+        found = bounded(bounded(live.apply(tiling)).intersect(everywhere))
+        return self._segments(found.coalesce())
 
     def _tiled(
         self, mask: Node, owner: tuple[str, int], loop: tuple[str, int]
@@ -178,7 +188,7 @@ class _Derivation:
             f"[tile] -> {{ [q, kv] -> [j] : {own} * tile <= {owner_name} < {own} * tile + {own}"
             f" and {along} * j <= {loop_name} < {along} * j + {along} }}"
         )
-        return pairs, self.builder.live(mask).intersect(pairs), tiling
+        return pairs, bounded_pairs(self.builder.live(mask).intersect(pairs)), tiling
 
     def _set(self, text: str) -> Any:
         import islpy
@@ -201,10 +211,11 @@ class _Derivation:
         return self._set(f"[{', '.join(names)}] -> {{ : {' and '.join(facts)} }}")
 
     def _segments(self, found: Any) -> tuple[Segment, ...]:
-        found = found.gist_params(self._known()).coalesce()
+        found = bounded(bounded(found).gist_params(self._known()))
+        found = bounded(found.coalesce())
         if found.is_empty():
             return ()
-        pieces = found.make_disjoint().get_basic_sets()
+        pieces = bounded(found.make_disjoint()).get_basic_sets()
         writer = _Writer(self.context, self._known(), self.builder.parameters)
         try:
             segments = writer.loops(found, pieces)
@@ -249,11 +260,23 @@ class _Derivation:
                     return parts
         raise NoClosedForm("its tiles lie in no pattern of strided ranges")
 
+    def _end(self, find: Callable[[int], Any]) -> Any:
+        """An end of a piece, which takes isl few operations or far too many."""
+        self.context.reset_operations()
+        self.context.set_max_operations(MAX_ENDS)
+        try:
+            return find(0)
+        finally:
+            self.context.set_max_operations(MAX_OPERATIONS)
+
     def _as_range(self, piece: Any, writer: _Writer, step: int) -> Segment | None:
         """``piece`` as ``range(first, last + 1, step)``, or None where it is another set."""
         import islpy
 
-        first, last = piece.dim_min(0), piece.dim_max(0)
+        self.tries += 1
+        if self.tries > MAX_TRIES:
+            raise TooComplicated
+        first, last = (bounded(self._end(end)) for end in (piece.dim_min, piece.dim_max))
         j = islpy.PwAff.read_from_str(self.context, "{ [j] -> [(j)] }")
         low, high = (end.add_dims(islpy.dim_type.in_, 1) for end in (first, last))
         hull = j.ge_set(low).intersect(j.le_set(high))
@@ -261,9 +284,14 @@ class _Derivation:
             # Congruent to the first element: (j - first) mod step = 0.
             size = islpy.Val.int_from_si(self.context, step)
             hull = hull.intersect(j.sub(low).mod_val(size).zero_set())
-        if not hull.is_equal(piece):
+        if not bounded(hull).is_equal(piece):
             return None
         return writer.range(first, last, step, piece.params().gist(self._known()))
+
+
+def bounded(found: Any) -> Any:
+    """As of pairs (:func:`.sets.bounded`): ``found``, a set of tiles, or a function."""
+    return bounded_pairs(found, MAX_DIVISIONS)
 
 
 def _periods(mask: Node, along: int) -> list[int]:

@@ -11,6 +11,7 @@ Non-goals: wrap-around (``affine.py`` keeps it out), anything about tiles.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,50 @@ if TYPE_CHECKING:
 
 OFFSETS = {name: param(f"${name}_offset", DType.INT) for name in ("q", "kv")}
 """Run-time shifts of logical positions; names that begin with ``$`` are the kernels' own."""
+MAX_DIVISIONS, MAX_CONDITIONS, MAX_FACTOR = 8, 512, 1 << 17
+"""Rounded divisions of a convex piece of a set of pairs, conditions of all pieces of a set, and
+factors and divisors in them: see M23 in docs/measured.md."""
+_FACTOR = re.compile(r"(?<!\w)(\d+)\*?(?=[A-Za-z(])|(?:/|mod )(\d+)")
+"""In isl's text of a set. Constants that are added do not matter."""
+
+
+class TooComplicated(Exception):
+    """A set that isl might take long to go on with."""
+
+
+def divisions_of(found: Any) -> int:
+    """The most rounded divisions that one convex piece of a set has."""
+    import islpy
+
+    return max((x.dim(islpy.dim_type.div) for x in found.get_basic_sets()), default=0)
+
+
+def bounded(found: Any, most: int = MAX_DIVISIONS) -> Any:
+    """``found``, a set or a function, whose pieces have at most ``most`` divisions.
+
+    isl's count of operations bounds the number of pieces. What it does within one piece, it does
+    not count: the time of that grows exponentially with the piece's divisions and with the length
+    of its numbers, and nothing can interrupt it. So whatever isl has made is looked at before isl
+    gets it again.
+
+    Raises:
+        TooComplicated: It has more of them, too many conditions, or too large factors.
+    """
+    import islpy
+
+    domains = [found]
+    if isinstance(found, islpy.PwAff):
+        pieces = found.get_pieces()
+        domains = [domain for domain, _ in pieces]
+        if any(value.dim(islpy.dim_type.div) > most for _, value in pieces):
+            raise TooComplicated
+    conditions = sum(x.n_constraint() for domain in domains for x in domain.get_basic_sets())
+    if conditions > MAX_CONDITIONS or max(map(divisions_of, domains), default=0) > most:
+        raise TooComplicated
+    text = found.to_str()  # None where that takes one operation too many.
+    if text is None or any(int(a or b) > MAX_FACTOR for a, b in _FACTOR.findall(text)):
+        raise TooComplicated
+    return found
 
 
 @dataclass(slots=True)
@@ -50,6 +95,7 @@ class SetBuilder:
 
         Raises:
             TypeError: ``mask`` is not quasi-affine (see :mod:`.affine`).
+            TooComplicated: isl might take long.
         """
         named = symbols_of(mask).named
         for item in toposort(mask):
@@ -58,7 +104,7 @@ class SetBuilder:
                     self._found[item] = self._parameter(item)
                 continue
             if all(arg in self._found for arg in item.args):
-                self._found[item] = self._build(item)
+                self._found[item] = bounded(self._build(item))
         if mask not in self._found:
             raise TypeError(f"not quasi-affine: {mask}")
         return self._found[mask]

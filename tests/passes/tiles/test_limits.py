@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 from support.brute import lowered_of
 
-from attndsl.passes.tiles.plan import DIRECTIONS
+from attndsl.passes.tiles.plan import DIRECTIONS, FORWARD
 
 # Each derivation ends at another operation. The lists between them find a broken heap.
 _DERIVE = """
@@ -63,3 +64,36 @@ def test_offsets_leave_usual_masks_their_closed_form(mask: str) -> None:
     lowered = lowered_of(f"mask = {mask}")
     for direction in DIRECTIONS.values():
         assert lowered.sparsity.loop(direction, 128, 64, True, False).listed is None
+
+
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31)
+_HARD = {
+    "nested": "(" * 8
+    + "q - kv"
+    + "".join(f") % {1000 - 7 * i} + q // {i + 2}" for i in range(8))
+    + " > 5",
+    "and": " and ".join(f"(q + {i}) % {p} <= (kv * {i + 1}) % {p}" for i, p in enumerate(_PRIMES)),
+    "or": " or ".join(f"(q - kv) % {p} == 0" for p in _PRIMES),
+    "large": "(q * 1048573 + kv * 1048571) % 1048559 < (q * 1048549 - kv * 1048517) % 1048507",
+    "two": "((q // 100) % 12) < kv",
+    "one": "q % 1000 < kv",
+    "bits": "(((kv + h) >> 7) & 255) != ((kv + 32) % 6)",
+    "offsets": "(kv % 3 - kv % 64) < q % 2414 or kv > q - kv",
+    "factor": "kv % 5 <= q - kv * 927459",
+}
+"""Masks on which isl spent seconds or minutes in one call, in which nothing interrupts it."""
+
+
+@pytest.mark.parametrize("name", _HARD)
+def test_hard_masks_are_given_up_soon(name: str) -> None:
+    lowered = lowered_of(f"mask = {_HARD[name]}")
+    for shifted in (False, True):
+        for direction in DIRECTIONS.values():
+            begin = time.process_time()
+            lowered.sparsity.loop(direction, 64, 128, shifted, False)
+            assert time.process_time() - begin < 1.0, (direction.name, shifted)
+
+
+def test_names_of_params_do_not_matter_to_bounds() -> None:
+    lowered = lowered_of("param w99999999a: int\nmask = q - kv < w99999999a and q >= kv")
+    assert lowered.sparsity.loop(FORWARD, 128, 64, False, False).listed is None
