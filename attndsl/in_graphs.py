@@ -10,6 +10,7 @@ from attndsl.compiled import Compiled, is_deterministic
 from attndsl.errors import AttnDSLError
 from attndsl.frontend.declare import CALL_ARGUMENTS
 from attndsl.operators import tell_counters
+from attndsl.backends.log_sum import public_lse
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.location import Location
 from attndsl.runtime.variants import sizes_of_operands
@@ -80,7 +81,8 @@ class InGraphs(Compiled):
             ],
             what, [*ints], [*floats],
         )  # fmt: skip
-        return made if has_lse else made[0]
+        out, lse = made
+        return (out, public_lse(lse)) if has_lse else out
 
     def _constants(
         self, own: str, kinds: Sequence[tuple[Any, ...]], names: tuple[Sequence[str], ...],

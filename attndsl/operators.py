@@ -68,13 +68,18 @@ def _backward(tensors: Any, what: str, ints: Any, floats: Any) -> Any:
 
 def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     given = unpacked(*args)
-    return _empty_like(given.q, given.v.shape[3], given.wide), _fake_row_maxima(*args)
+    out = _empty_like(given.q, given.v.shape[3], given.wide)
+    return out, _rows_of(given.q, 2)
 
 
 def _fake_row_maxima(tensors: Any, *rest: Any) -> torch.Tensor:
     q = tensors[0]
+    return _rows_of(q)
+
+
+def _rows_of(q: torch.Tensor, *before: int) -> torch.Tensor:
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    found: torch.Tensor = q.new_empty((q.shape[0], q.shape[1], q.shape[2]), dtype=kind)
+    found: torch.Tensor = q.new_empty((*before, q.shape[0], q.shape[1], q.shape[2]), dtype=kind)
     return found
 
 
@@ -134,7 +139,9 @@ class AttnDSLForward(torch.autograd.Function):
             return (*plain, *[None] * len(tensors))
         wants = ctx.needs_input_grad[len(plain) :][: heading(ctx.rest[0]).inputs]
         results = [out, lse, torch.zeros_like(out) if grad_out is None else grad_out]
-        results += [] if grad_lse is None else [grad_lse]
+        if grad_lse is not None:
+            # Users get the sum of the two parts, so that both have the same gradient.
+            results.append(grad_lse[0])
         asked = AskedGradients(wants, has_lse=grad_lse is not None)
         found = torch.ops.attndsl.backward(
             *of_gradients(Arguments(tensors, *ctx.rest), results, asked)

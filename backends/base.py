@@ -306,7 +306,7 @@ class Backward(NamedTuple):
     grad_out: torch.Tensor
     """Of the dtype of ``out``, or of q's."""
     grad_lse: torch.Tensor | None
-    """None for zeros."""
+    """In fp32 (fp64 for fp64); None for zeros."""
     wanted: Wants
 
 
@@ -402,8 +402,8 @@ class Backend(Protocol):
 
         Returns:
             ``out`` (B, Hq, Lq, Dv) in q's dtype (fp32 where ``call.wide``) and memory order (see
-            :mod:`.memory_order`), and ``lse`` (B, Hq, Lq), contiguous, natural log, in fp32 (fp64
-            for fp64 inputs), -inf for rows with no live pair. Neither is a view.
+            :mod:`.memory_order`), and ``lse`` (B, Hq, Lq), contiguous, natural log, in fp64 (see
+            :mod:`.log_sum`), -inf for rows with no live pair. Neither is a view.
         """
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:

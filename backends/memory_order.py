@@ -148,14 +148,13 @@ def result_orders(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ResultOr
     )
 
 
-def empty_rows(like: torch.Tensor, batch: int, heads: int, length: int) -> torch.Tensor:
-    """A new fp32 tensor (batch, heads, length), contiguous, on the device of ``like``.
-
-    None of the sizes is 0.
-    """
+def empty_fp32(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """A new contiguous fp32 tensor on the device of ``like``. None of the sizes is 0."""
     # torch is faster where strides are given: see M18 in docs/measured.md.
-    steps = (heads * length, length, 1)
-    return like.new_empty_strided((batch, heads, length), steps, dtype=torch.float32)
+    steps = [1]
+    for size in shape[:0:-1]:
+        steps.insert(0, steps[0] * size)
+    return like.new_empty_strided(shape, steps, dtype=torch.float32)
 
 
 def empty_like(

@@ -10,6 +10,7 @@ from torch.autograd import profiler
 from torch.nn import functional
 
 from attndsl.backends.base import Backward
+from attndsl.backends.log_sum import public_lse
 from attndsl.backends.memory_order import arranged, is_window, memory_order, rows_contiguous
 from attndsl.errors import AttnDSLError, UnsupportedError
 from attndsl.vectorized import refuse_vectorized
@@ -74,7 +75,7 @@ def attend(
         )
         return found
     out, lse = backend.forward(lowered, call)
-    return (out, lse) if return_lse else out
+    return (out, public_lse(lse)) if return_lse else out
 
 
 def without_neg(call: Call) -> Call:
@@ -122,7 +123,7 @@ class _Attend(torch.autograd.Function):
         ctx.save_for_backward(*tensors, out, lse)
         ctx.kept = backend, lowered, form
         # An output that nobody sees takes torch as long as an allocation.
-        return (out, lse) if return_lse else out
+        return (out, public_lse(lse)) if return_lse else out
 
     @staticmethod
     def backward(

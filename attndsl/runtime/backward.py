@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attndsl.backends.base import Backward, Wants
+from attndsl.backends.log_sum import of_one_number
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 
 from .arguments import check_is_writable, is_wide, learned
@@ -146,9 +147,9 @@ def check_results(program: Program, call: Call, given: Results) -> None:
 def lse_or_zeros(call: Call, given: Results) -> torch.Tensor:
     """The log-sum-exp; of weights of a program's own what forwards give for live rows."""
     if given.lse is not None:
-        return given.lse
+        return of_one_number(given.lse)
     work = torch.float64 if call.q.dtype is torch.float64 else torch.float32
-    return call.q.new_zeros(call.q.shape[:3], dtype=work)
+    return call.q.new_zeros((2, *call.q.shape[:3]), dtype=work)
 
 
 def with_out_of(call: Call, out: torch.Tensor) -> Call:

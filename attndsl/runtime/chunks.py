@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from attndsl.backends.log_sum import public_lse
 from attndsl.backends.memory_order import rows_contiguous
 from attndsl.backends.requests import Packed
 from attndsl.ir import DType
@@ -227,8 +228,8 @@ def attend_chunks(
         results, sums = chunked.backend.forward(chunked.terms.lowered, own)
         results = results.transpose(1, 2).contiguous()
         if slots.whole:
-            return results[0], sums[0].float().t().contiguous()
-        launch_results((results, sums.float().contiguous()), found, first, (out, lse))
+            return results[0], public_lse(sums)[0].t().contiguous()
+        launch_results((results, public_lse(sums)), found, first, (out, lse))
     return out, lse
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from attndsl.backends.base import ForwardMode, as_fused
+from attndsl.backends.log_sum import public_lse
 
 from .ahead import Ahead, tangents_of
 from .higher import attend_in_chunks, flattened, tangent_in_chunks, tangents_at
@@ -47,7 +48,7 @@ def attend_with_tangents(
     if as_fused(backend) is not None and _modes() == 0:
         ahead = Ahead(tangents_of(tensors))
     out, lse = recomputed(_Whole(backend, lowered, form, ahead), *tensors)
-    return out, lse
+    return out, public_lse(lse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class _Whole:
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         call = self.form.call(inputs)
         if _is_seen(inputs):
-            return attend_in_chunks(self.lowered, call)
+            return _as_of_kernels(attend_in_chunks(self.lowered, call))
         if self.ahead is not None:
             found = self.ahead.results(self.backend, self.lowered, self.form, inputs)
             if found is not None:
@@ -88,7 +89,9 @@ class _WholeTangent:
         tangents = args[count:]
         if _is_seen(args):
             # In terms of the inputs alone: further derivatives by the results are 0.
-            return tangent_in_chunks(whole.lowered, whole.form, tuple(inputs), self.moved, tangents)
+            return _as_of_kernels(
+                tangent_in_chunks(whole.lowered, whole.form, tuple(inputs), self.moved, tangents)
+            )
         if whole.ahead is not None:
             found = whole.ahead.tangents(tuple(inputs), self.moved, tangents)
             if found is not None:
@@ -100,6 +103,12 @@ class _WholeTangent:
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
         return Pushed(self, moved)
+
+
+def _as_of_kernels(found: tuple[torch.Tensor, torch.Tensor]) -> Tensors:
+    """Results of torch operations with the log-sum-exp in two parts."""
+    out, lse = found
+    return out, torch.stack((lse, torch.zeros_like(lse)))
 
 
 def _is_seen(inputs: Tensors) -> bool:

@@ -14,6 +14,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from attndsl.backends.base import Backward
+from attndsl.backends.log_sum import public_lse
 from attndsl.errors import UnsupportedError
 from attndsl.operands import packed
 
@@ -64,7 +65,8 @@ def attend_in_graph(
     found: tuple[torch.Tensor, torch.Tensor] = FORWARD(
         *packed(operands(request, call, scale, _varying))
     )
-    return found
+    out, lse = found
+    return out, public_lse(lse)
 
 
 def backward_in_graph(

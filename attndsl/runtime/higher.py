@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from attndsl.backends.base import Tangents
 from attndsl.backends.dense.pairs import attend_pairs, dense_pairs
 from attndsl.backends.dense.tangent import tangent
+from attndsl.backends.log_sum import public_lse
 from attndsl.backends.memory_order import arranged, arranged_like, memory_order
 
 from .recompute import Function, Pulled, Pushed, recomputed
@@ -120,7 +121,7 @@ class _Chunk:
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         program, call = self.lowered.program, _call_of_rows(self.form, inputs, self.first)
         out, lse = attend_pairs(program, call, dense_pairs(program, call, self.first))
-        return _as_output(out, call, inputs[0].dtype), lse
+        return _as_output(out, call, inputs[0].dtype), public_lse(lse)
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
         return _ChunkTangent(self, moved)
@@ -141,7 +142,7 @@ class _ChunkTangent:
         moved = tangents_at(chunk.form, self.moved, args[count:])
         q, k, v = (x if x is None else _wide(x) for x in (moved.q, moved.k, moved.v))
         out, lse = tangent(chunk.lowered, call, Tangents(q, k, v, moved.captures), chunk.first)
-        return _as_output(out, call, args[0].dtype), lse
+        return _as_output(out, call, args[0].dtype), public_lse(lse)
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
         return Pushed(self, moved)

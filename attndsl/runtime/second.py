@@ -57,7 +57,7 @@ def differentiable_gradients(
     places, (out, lse, grad_out, grad_lse, _) = places_of(backward.wanted, form), backward
     if is_transformed():
         if grad_lse is None:
-            grad_lse = torch.zeros_like(lse)
+            grad_lse = torch.zeros_like(lse[0])
         found = pull_in_chunks(lowered, call, places, grad_out, grad_lse)
     else:
         results = backward._replace(out=out.detach(), lse=lse.detach())
@@ -82,7 +82,7 @@ class _Gradients(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> Tensors:
         found = in_order(backend.backward(lowered, call, backward), form)
-        grad_lse = torch.zeros_like(backward.lse) if grad_lse is None else grad_lse
+        grad_lse = torch.zeros_like(backward.lse[0]) if grad_lse is None else grad_lse
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         ctx.save_for_backward(*tensors, grad_out, grad_lse)
         places = places_of(backward.wanted, form)

@@ -15,6 +15,7 @@ import torch
 from attndsl.ir import SCORE, const
 from attndsl.passes.differentiate import vjp
 
+from ..log_sum import log_sum
 from .interpret import evaluate, gated
 from .pairs import group, own_weights, ungroup, where_live
 
@@ -53,15 +54,15 @@ def adjoints(program: Program, call: Call, dense: Dense, backward: Backward) -> 
     d_weights = d_kept if dense.keep is None else d_kept * dense.keep
     d_own = d_sink = d_p = None
     if program.weights is None:
-        denominator = torch.where(lse == -torch.inf, torch.inf, lse).unsqueeze(-1)
-        weights = torch.exp(dense.score - denominator)
+        denominator = log_sum(lse)
+        weights = torch.exp(denominator.taken_off(dense.score))
         delta = (grad_out.to(work) * out.to(work)).sum(-1)
         if grad_lse is not None:
             delta = delta - grad_lse
         d_score = weights * (d_weights - delta.unsqueeze(-1))
         if program.sink is not None:
             (sink,) = evaluate((program.sink,), scope)
-            d_sink = -torch.exp(sink - denominator) * delta.unsqueeze(-1)
+            d_sink = -torch.exp(denominator.taken_off(sink)) * delta.unsqueeze(-1)
     else:
         weights = own_weights(program.weights, dense)
         d_own = where_live(dense.live, d_weights, 0.0)

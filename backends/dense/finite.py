@@ -18,6 +18,7 @@ from attndsl.ir import Op, const
 from attndsl.passes.differentiate import vjp
 
 from ..base import Backward, Wants
+from ..log_sum import public_lse
 from .adjoints import adjoints
 from .interpret import evaluate, gated
 from .origin import Place, first_wrong, number, origin_of, scope_at, slope_origin
@@ -48,7 +49,8 @@ def check_results(
     Raises:
         NonFiniteError: Says what made the first such row.
     """
-    wrong = ~out.isfinite().all(-1) | lse.isnan() | (lse == torch.inf)
+    whole = public_lse(lse)
+    wrong = ~out.isfinite().all(-1) | whole.isnan() | (whole == torch.inf)
     if not bool(wrong.any()):
         return
     b, h, row = (int(i) for i in wrong.nonzero()[0])
@@ -169,7 +171,7 @@ class Watched:
         """The gradients of the results, which come before those of the inputs."""
         given = torch.zeros_like(out) if grad_out is None else _alone(grad_out)
         self._results = Backward(
-            out, lse, given, None if grad_lse is None else _alone(grad_lse), Wants()
+            out, lse, given, None if grad_lse is None else _alone(grad_lse)[0], Wants()
         )
 
     def _input(self, name: str, value: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..log_sum import of_one_number
 from .draws import kept_pairs
 from .interpret import Scope, evaluate, scope_of
 from .philox import keep_factor
@@ -57,12 +58,13 @@ def attend_pairs(program: Program, call: Call, dense: Dense) -> tuple[torch.Tens
         weights, lse = softmax(program, dense)
     else:
         weights = own_weights(program.weights, dense)
-        lse = liveness(dense).to(dense.score.dtype).log()
+        lse = of_one_number(liveness(dense).to(dense.score.dtype).log())
     if dense.keep is not None:
         weights = weights * dense.keep
     weights = group(weights.to(call.v.dtype), call)
     if call.wide:  # The product of rounded operands, not rounded itself.
-        return ungroup(weights.to(lse.dtype) @ call.v.to(lse.dtype), call), lse
+        work = dense.score.dtype
+        return ungroup(weights.to(work) @ call.v.to(work), call), lse
     return ungroup(weights @ call.v, call), lse
 
 
@@ -110,7 +112,7 @@ def softmax(program: Program, dense: Dense) -> tuple[torch.Tensor, torch.Tensor]
     if sink is not None:
         total = total + torch.exp(torch.where(dead, -torch.inf, sink - shift))
     total = torch.where(dead, 1.0, total)
-    lse = torch.where(dead, -torch.inf, shift + torch.log(total))
+    lse = torch.stack((torch.where(dead, -torch.inf, shift), torch.log(total)))
     return powers / total, lse.squeeze(-1)
 
 

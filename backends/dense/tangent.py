@@ -15,6 +15,7 @@ import torch
 from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
+from ..log_sum import log_sum, of_one_number
 from .interpret import evaluate, sides_of, times
 from .pairs import attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
 from .rows import clamped_indices, product_of_rows, rows_at
@@ -60,14 +61,14 @@ def tangent(
     ).expand(dense.score.shape)
     if program.weights is None:
         _, lse = attend_pairs(program, call, replace(dense, keep=None))
-        bound = torch.where(lse == -torch.inf, torch.inf, lse).unsqueeze(-1)
-        weights = torch.exp(dense.score - bound)
+        bound = log_sum(lse)
+        weights = torch.exp(bound.taken_off(dense.score))
         d_lse = times(weights, d_score).sum(-1, keepdim=True)
         if program.sink is not None:
             (sink,) = evaluate((program.sink,), scope)
             sink_terms = list(_leaves(program.sink).items())
             d_sink = _along(sink_terms, scope, None, moved.captures)
-            d_lse = d_lse + torch.exp(sink - bound) * d_sink
+            d_lse = d_lse + torch.exp(bound.taken_off(sink)) * d_sink
         d_weights = times(weights, d_score - d_lse)
     else:
         weights = own_weights(program.weights, dense)
@@ -87,7 +88,7 @@ def tangent(
     d_out = group(d_weights, call) @ call.v
     if moved.v is not None:
         d_out = d_out + group(weights, call) @ moved.v
-    return ungroup(d_out, call), d_lse.squeeze(-1)
+    return ungroup(d_out, call), of_one_number(d_lse.squeeze(-1))
 
 
 def _leaves(root: Node) -> dict[Node, Node]:

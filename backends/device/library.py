@@ -7,7 +7,7 @@ them too, so that one text runs on every target.
 import triton
 import triton.language as tl
 
-from attndsl.backends.device.records import Head, Operands, Rows, Shift
+from attndsl.backends.device.records import Head, LogSum, Operands, Rows, Shift
 
 from .trigonometry import cos as cos
 from .trigonometry import cos_cody_waite as cos_cody_waite
@@ -17,6 +17,8 @@ from .trigonometry import tan as tan
 from .trigonometry import tan_cody_waite as tan_cody_waite
 
 LOG2E = tl.constexpr(1.4426950408889634)
+MARK = tl.constexpr(4096.0)
+TOO_FAR = tl.constexpr(2.0**23)
 STATISTICS_PADDING = tl.constexpr(128)
 
 
@@ -86,7 +88,7 @@ def operands_of(operands, head):
 def with_statistics(operands, head_of_batch, sizes):
     """``operands`` with the statistics of head number ``head_of_batch`` alone.
 
-    The log-sum-exp (batch, heads, q_len) is contiguous, delta padded (:func:`statistics_rows`).
+    The log-sum-exp (2, batch, heads, q_len) is contiguous, delta padded (:func:`statistics_rows`).
     """
     return Operands(
         operands.q,
@@ -96,6 +98,27 @@ def with_statistics(operands, head_of_batch, sizes):
         operands.lse + head_of_batch.to(tl.int64) * sizes.q_len,
         operands.delta + statistics_rows(head_of_batch, sizes.q_len),
     )
+
+
+@triton.jit
+def plane_of(sizes):
+    """How far the rests of a ``LogSum`` lie behind the shifts in (2, batch, heads, q_len)."""
+    return (tl.full([], 0, tl.int64) + sizes.batch) * sizes.heads * sizes.q_len
+
+
+@triton.jit
+def store_log_sum(LSE, line, lse, sizes, exist):
+    """Store the ``LogSum`` of rows at ``line`` of (batch, heads, q_len)."""
+    tl.store(LSE + line, lse.shift, mask=exist)
+    tl.store(LSE + plane_of(sizes) + line, lse.rest, mask=exist)
+
+
+@triton.jit
+def load_log_sum(LSE, line, plane, exist):
+    """The ``LogSum`` of rows, the rests in base 2; rows with no live pair have weights of 0 by it."""
+    shift = tl.load(LSE + line, mask=exist, other=float("-inf"))
+    rest = tl.load(LSE + plane + line, mask=exist, other=0.0)
+    return LogSum(tl.where(shift == float("-inf"), float("inf"), shift), rest * LOG2E)
 
 
 @triton.jit
@@ -455,7 +478,7 @@ def note_infinities(NOTES, place, part):
 
 @triton.jit
 def statistics_rows(head_of_batch, q_len):
-    """Index of a head's first row in LSE2 and DELTA.
+    """Index of a head's first row in LSE_SHIFT, LSE_REST and DELTA.
 
     Heads are padded to whole tiles there, so that tiles load them without a mask: a masked load
     with a value other than zero cannot be asynchronous.
@@ -469,7 +492,8 @@ def row_statistics(
     DOUT,
     LSE,
     DLSE,
-    LSE2,
+    LSE_SHIFT,
+    LSE_REST,
     DELTA,
     stride_ob,
     stride_oh,
@@ -483,11 +507,14 @@ def row_statistics(
     ROWS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    FAR: tl.constexpr,
 ):
-    """Per query row: LSE2, the log-sum-exp in base 2 (+inf for rows with no live pair), and DELTA.
+    """Per query row: the parts of its ``LogSum``, and DELTA.
 
-    LSE and DLSE are (batch, heads, q_len), contiguous, fp32; LSE2 and DELTA likewise, but with the
-    rows of a head padded (:func:`statistics_rows`) by rows with no live pair.
+    LSE (2, batch, heads, q_len) and DLSE (batch, heads, q_len) are contiguous fp32; the others
+    likewise, with the rows of a head padded (:func:`statistics_rows`) by rows with no live pair.
+    If FAR is not 0, shifts are part of the rests. But if one of the program's ROWS is so FAR from 0,
+    all rests have MARK added instead; or, if FAR is negative, rows are NaN that are too far for it.
     """
     q_tiles = tl.cdiv(q_len, STATISTICS_PADDING) * (STATISTICS_PADDING // ROWS)
     first = (tl.program_id(0) % q_tiles) * ROWS
@@ -501,10 +528,20 @@ def row_statistics(
     dout = load_tile(dout_head, first, q_len, DV, ROWS, BLOCK_DV, True)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     row = head_of_batch.to(tl.int64) * q_len + rows
-    lse = tl.load(LSE + row, mask=rows < q_len, other=float("-inf"))
+    # The program's number is that of a tile, of a head, of a batch entry.
+    plane = (tl.num_programs(0) // q_tiles).to(tl.int64) * q_len
+    shift, rest = load_log_sum(LSE, row, plane, rows < q_len)
     if HAS_DLSE:
         delta -= tl.load(DLSE + row, mask=rows < q_len, other=0.0)
-    empty = lse == float("-inf")
+    empty = shift == float("inf")
     padded_row = statistics_rows(head_of_batch, q_len) + rows
-    tl.store(LSE2 + padded_row, tl.where(empty, float("inf"), lse * LOG2E))
+    if FAR > 0:
+        sizes = tl.where(empty, 0.0, tl.abs(shift))
+        far = tl.max(tl.where(sizes <= FAR, 0, 1), 0) == 1
+        rest += tl.where(far, MARK, shift * LOG2E)
+    elif FAR < 0:
+        too_far = (tl.abs(shift) > TOO_FAR) & (tl.abs(shift) < float("inf"))
+        rest += tl.where(too_far, float("nan"), shift * LOG2E)
+    tl.store(LSE_SHIFT + padded_row, shift)
+    tl.store(LSE_REST + padded_row, rest)
     tl.store(DELTA + padded_row, tl.where(empty, 0.0, delta))

@@ -107,7 +107,7 @@ class Softmax(NamedTuple):
     row_sum: Any
     """Sums of weights (rows)."""
     row_max: Any
-    """The greatest score so far, in base 2 (rows)."""
+    """The greatest score so far (rows), yet to be scaled unless scores are SCALED_FIRST."""
 
 
 class Keys(NamedTuple):
@@ -118,15 +118,25 @@ class Keys(NamedTuple):
     origin: Any
 
 
+class LogSum(NamedTuple):
+    """Log-sum-exps of rows in two parts: weights are ``2 ** ((score - shift) * log2(e) - rest)``.
+
+    One number of fp32 has too few digits for rows whose scores are all far from 0.
+    """
+
+    shift: Any
+    rest: Any
+
+
 class QueryTile(NamedTuple):
-    """A query tile: q, dO, log-sum-exp in base 2, delta = rowsum(dO * O) - dlse; and which rows.
+    """A query tile: q, dO, ``LogSum``, delta = rowsum(dO * O) - dlse; and which rows.
 
     ``first`` is its first row, ``places`` are logical positions, ``exists`` says which rows exist.
     """
 
     q: Any
     do: Any
-    lse2: Any
+    lse: Any
     delta: Any
     first: Any
     places: Any
@@ -192,14 +202,15 @@ class EveryPart(NamedTuple):
 class UnitPlaces(NamedTuple):
     """Where packed rows lie: their tile of queries, the scope of their first head, and of each row.
 
-    The head of ``scope_of_rows`` has a column of numbers of query heads. ``token`` is the first one
-    of their request, 0 where rows are not packed by tokens. ``wrong`` tells whether their batch
-    entry has a number of keys or an offset that cannot be.
+    The head of ``scope_of_rows`` has a column of numbers of query heads. ``factors`` are those of
+    their scores. ``token`` is the first one of their request, 0 where rows are not packed by tokens.
+    ``wrong`` tells whether their batch entry has a number of keys or an offset that cannot be.
     """
 
     tile: Any
     scope: Scope
     scope_of_rows: Scope
+    factors: Any
     token: Any
     wrong: Any
 

@@ -130,7 +130,7 @@ class GeneratedBackend(Backend):
         """See :class:`~attndsl.backends.base.Backend`."""
         q = call.q
         if q.numel() == 0:
-            lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+            lse = q.new_empty((2, *q.shape[:3]), dtype=torch.float32)
             return empty_like(q, call.v.shape[-1], wide_dtype(call.wide)), lse
         layout = self._layout(lowered, call, Task.FORWARD)
         return layout.family.forward(layout, lowered, call)
@@ -514,7 +514,7 @@ class GeneratedBackend(Backend):
             work_tiles={
                 name: kernel.work_tiles(configs[name], sizes) for name, kernel in of_heads.items()
             },
-            rows=number.expand(batch, heads, q_len),
+            rows=number.expand(2, batch, heads, q_len),
             lines=lines_among(lowered, names) if is_backward else NO_LINES,
         )
 

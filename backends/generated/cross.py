@@ -82,8 +82,8 @@ def cross_compile(
         if kernels is not None:
             return found
         (statistics,) = FIXED
-        more: dict[str, int | bool] = {"ROWS": STATISTICS_ROWS, "HAS_DLSE": True}
         first = jobs[0]
+        more = {"ROWS": STATISTICS_ROWS, **statistics.constants(first), "HAS_DLSE": True}
         options = statistics.configs(first, machine)
         own_arguments = arguments_of(row_statistics, first.facts, more)
         found.append(_compile(statistics.name, row_statistics, own_arguments, options, machine))

@@ -22,6 +22,7 @@ from attndsl.ir import leaf_names
 from ..base import Gradients
 from ..tiled.capture_gradients import CaptureSums
 from ..tiled.plan import Step
+from ..log_sum import log_sum
 from ..tiled.torch_tiles import Expressions
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def add_sink_gradients(
     Args:
         lowered: The program, which has a sink.
         call: As of the backward.
-        lse: (batch, heads, q_len) fp32, natural logarithm; -inf in rows with no live pair.
+        lse: See :mod:`..log_sum`.
         delta: (batch, heads, q_len or more) fp32; what is beyond q_len is not read.
         wants: All gradients that are asked for.
         found: Those that the kernels made, of :func:`without_sinks`.
@@ -69,12 +70,13 @@ def add_sink_gradients(
         return found
     sums = CaptureSums(call, asked)
     if lse.numel():
-        batch, heads, q_len = lse.shape
+        _, batch, heads, q_len = lse.shape
         head = Step((0, batch), (0, heads), (0, 1), ())
-        tile = Expressions(call).tile(head, (0, min(1, call.k.shape[2])), lse[:, :, :1, None])
+        nothing = delta[:, :, :1, None]
+        tile = Expressions(call).tile(head, (0, min(1, call.k.shape[2])), nothing)
         (logit,) = tile.evaluate(sink)
-        weight = torch.exp(logit[..., 0] - lse)
-        rows = torch.where(lse == -torch.inf, 0.0, weight * delta[..., :q_len])
+        weight = torch.exp(log_sum(lse).taken_off(logit)[..., 0])
+        rows = torch.where(lse[0] == -torch.inf, 0.0, weight * delta[..., :q_len])
         total = -rows.sum(2, dtype=torch.float64)[:, :, None, None]
         sums.add(sums.of(sink), total, tile)
     tensors = dict(found.tensors)

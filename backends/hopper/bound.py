@@ -100,25 +100,25 @@ class BackwardLaunch:
         batch, heads, padded = layout.statistics
         rows, orders = batch * heads * padded, layout.orders
         kind, new = self.dtype, allocator(device.type)
-        memory = new((rows * (2 + layout.columns),), (1,), torch.float32)
+        memory = new((rows * (3 + layout.columns),), (1,), torch.float32)
         dk = new(orders.k.shape, orders.k.strides, kind)
         dv = new(orders.v.shape, orders.v.strides, kind)
         first = memory.data_ptr()
-        delta, sums = first + rows * FLOAT_BYTES, first + 2 * rows * FLOAT_BYTES
+        shift, rest, delta, sums = (first + part * rows * FLOAT_BYTES for part in range(4))
         dlse = lse if grad_lse is None else grad_lse
         stream = stream_of(device)
         self.prepare(
             self.programs[0], stream,
             [
-                out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), dlse.data_ptr(), first, delta,
-                sums, *self.prepare_last,
+                out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), dlse.data_ptr(), shift, rest,
+                delta, sums, *self.prepare_last,
             ],
         )  # fmt: skip
         self.run(
             layout.programs, stream,
             [
                 *self.own.maps.together(layout.operands, q, k, v, grad_out, memory),
-                sums, dk.data_ptr(), dv.data_ptr(),
+                shift, sums, dk.data_ptr(), dv.data_ptr(),
                 *(self.own.counter(layout, device, stream) if layout.drawn else ()),
                 *self.last.now(captures),
             ],

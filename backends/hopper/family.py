@@ -16,7 +16,7 @@ from ..kernels.counts import Counts
 from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Job, Task, kernels_of
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
-from ..memory_order import given_room, memory_order, wide_dtype
+from ..memory_order import empty_fp32, given_room, memory_order, wide_dtype
 from .bound import FLOAT_BYTES, Launches, backward_of, forward_of
 from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
@@ -213,7 +213,7 @@ class Hopper:
                 *self._maps.together(
                     layout.operands, call.q, call.k, call.v, backward.grad_out, buffers.memory
                 ),
-                buffers.dq_sums, buffers.dk.data_ptr(), buffers.dv.data_ptr(),
+                buffers.shift, buffers.dq_sums, buffers.dk.data_ptr(), buffers.dv.data_ptr(),
                 *self._pair_maps(layout, of_pairs),
                 *(() if stored_ds is None else of(views["slopes_desc"], stored_ds.values)),
                 *(() if stored_ds is None else addresses(stored_ds.stored)),
@@ -270,8 +270,9 @@ class _Buffers(NamedTuple):
     memory: torch.Tensor
     """Flat, fp32: :class:`~.launch.RowStatistics`, then sums of dQ (batch, heads, padded rows,
     columns), see :mod:`.sums`. One allocation is quicker than three: see M35."""
-    lse2: int
-    """Address of the log-sum-exps. Both below are addresses too."""
+    shift: int
+    """Address of the log-sum-exps' shifts. The three below are addresses too."""
+    rest: int
     delta: int
     dq_sums: int
     statistics: RowStatistics
@@ -289,7 +290,7 @@ class _Buffers(NamedTuple):
 
     def row_delta(self) -> torch.Tensor:
         """Delta (batch, heads, padded rows)."""
-        return self.statistics.parts(self.memory)[1].view(self.statistics)
+        return self.statistics.parts(self.memory)[2].view(self.statistics)
 
 
 def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
@@ -298,19 +299,20 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
     config = layout.launches["backward_kv"].executable.config
     batch, heads, padded = statistics = layout.statistics
     rows = batch * heads * padded
-    memory = lse.new_empty_strided((rows * (2 + layout.columns),), (1,))
+    memory = empty_fp32(k, rows * (3 + layout.columns))
     first = memory.data_ptr()
     kv_tiles = -(-k.shape[2] // config.block_n)
     return _Buffers(
         memory=memory,
-        lse2=first,
-        delta=first + rows * FLOAT_BYTES,
-        dq_sums=first + 2 * rows * FLOAT_BYTES,
+        shift=first,
+        rest=first + rows * FLOAT_BYTES,
+        delta=first + 2 * rows * FLOAT_BYTES,
+        dq_sums=first + 3 * rows * FLOAT_BYTES,
         statistics=statistics,
         dk=orders.k.empty(k, kind),
         dv=orders.v.empty(v, kind),
-        columns=lse.new_empty((batch, heads, k.shape[2])) if learned.column else None,
-        factors=lse.new_empty((batch, heads, 2 * kv_tiles)) if learned.factor else None,
+        columns=empty_fp32(k, batch, heads, k.shape[2]) if learned.column else None,
+        factors=empty_fp32(k, batch, heads, 2 * kv_tiles) if learned.factor else None,
         stored_ds=empty_ds(call, config) if wanted.stores_ds else None,
         distances=empty_sums(call, config) if layout.facts.adds_diagonals else None,
         turns=lse.new_zeros(
@@ -324,14 +326,14 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
 def _prepare(layout: HopperLayout, backward: Backward, buffers: _Buffers, stream: int) -> None:
     """Launch the kernel of row statistics and of zeros in dQ's sums."""
     out, lse, grad_out, grad_lse, _ = backward
-    batch, heads, q_len = lse.shape
+    _, batch, heads, q_len = lse.shape
     dlse = lse if grad_lse is None else grad_lse.contiguous()
     layout.launches["prepare_backward"].run(
         buffers.statistics.padded // STATISTICS_ROWS * batch * heads, stream,
         [
-            out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), dlse.data_ptr(), buffers.lse2,
-            buffers.delta, buffers.dq_sums, *out.stride()[:3], *layout.grad_strides,
-            heads, q_len,
+            out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), dlse.data_ptr(), buffers.shift,
+            buffers.rest, buffers.delta, buffers.dq_sums, *out.stride()[:3],
+            *layout.grad_strides, heads, q_len,
         ],
     )  # fmt: skip
 

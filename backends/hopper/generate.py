@@ -9,9 +9,11 @@ Non-goals: compiling the text, and choosing tile sizes.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from attndsl.ir import Op, const, dependencies, reads_score
+from attndsl.ir import Op, const, dependencies, reads_score, toposort
+from attndsl.passes.magnitude import magnitude
 
 from ..emit.device_functions import param_values, parameters, record_of_given
 from ..emit.loops import LIST_PARAMETERS, print_loop
@@ -37,6 +39,7 @@ from .memory import has_own_output, query_slots
 if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.passes.tiles.plan import LoopPlan
+    from attndsl.pipeline import Lowered
 
     from ..emit.template import Flags
     from ..kernels.config import Config
@@ -145,6 +148,9 @@ def _flags(spec: ModuleSpec) -> Flags:
         "OWN_WEIGHTS": program.weights is not None,
         "HAS_ROW": placed.row is not None,
         "HAS_COLUMN": placed.column is not None,
+        "WIDE": has_wide_pairs(lowered) or _is_wide(placed.column),
+        "WIDE_LINES": has_wide_lines(lowered),
+        "SHIFTED": has_wide_pairs(lowered) and not has_wide_lines(lowered),
         "HAS_STEEPNESS": placed.steepness is not None,
         "HAS_SINK": program.sink is not None,
         "HAS_FACTOR": placed.inner is not None,
@@ -172,6 +178,26 @@ def _flags(spec: ModuleSpec) -> Flags:
         "QUERIES": query_slots(facts, spec.config) if spec.task is Task.FORWARD else 1,
         "FP32_ROWS": facts.wide_gradients,
     }
+
+
+def has_wide_lines(lowered: Lowered) -> bool:
+    """Whether tensors of positions give what scores have of rows or columns: it may have any size."""
+    placed = lowered.placed
+    return _is_wide(placed.row) or _is_wide(placed.column)
+
+
+def has_wide_pairs(lowered: Lowered) -> bool:
+    """Whether tensors of positions give what scores have of pairs, and nothing bounds it."""
+    pair = lowered.placed.pair
+    return _is_wide(pair) and math.isinf(magnitude(pair))
+
+
+def _is_wide(root: Node | None) -> bool:
+    """Whether an expression looks positions up, as biases do that fill masked pairs."""
+    if root is None:
+        return False
+    varies = dependencies(root)
+    return any(x.op is Op.LOAD and not varies[x].isdisjoint(("q", "kv")) for x in toposort(root))
 
 
 def _is_scaled_first(spec: ModuleSpec) -> bool:

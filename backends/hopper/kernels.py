@@ -15,7 +15,7 @@ from ..kernels.pair_work import instructions
 from .arguments import arguments_of
 from .blocks import block_width, widest
 from .features.skips import parts_of_lists
-from .generate import generate
+from .generate import generate, has_wide_lines, has_wide_pairs
 from .memory import deepened
 from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
@@ -190,8 +190,22 @@ spill hundreds of registers and compile for minutes: see M16 in docs/measured.md
 nothing overlaps with what reads the score: see M31 in docs/measured.md."""
 
 
-def _width(facts: KernelFacts) -> dict[str, int | bool]:
-    return {"WIDTH": block_width(facts.head_dim)}
+_FAR = 1024
+"""Up to this size, one fp32 number is exact enough for a log-sum-exp beside half types: weights are
+off by a factor of 1 + 2 ** -14."""
+
+
+def _width(job: Job) -> dict[str, int | bool]:
+    return {"WIDTH": block_width(job.facts.head_dim)}
+
+
+def _width_and_far(job: Job) -> dict[str, int | bool]:
+    lowered, far = job.lowered, -1
+    if has_wide_lines(lowered):
+        far = 0
+    elif has_wide_pairs(lowered):
+        far = _FAR
+    return {**_width(job), "FAR": far}
 
 
 def _statistics(job: Job, machine: Machine) -> tuple[Config, ...]:
@@ -199,6 +213,6 @@ def _statistics(job: Job, machine: Machine) -> tuple[Config, ...]:
 
 
 FIXED: tuple[FixedKernel, ...] = (
-    FixedKernel("prepare_backward", prepare_backward, _width, _statistics),
+    FixedKernel("prepare_backward", prepare_backward, _width_and_far, _statistics),
     FixedKernel("dq_from_sums", dq_from_sums, _width, _statistics),
 )

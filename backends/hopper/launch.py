@@ -99,14 +99,14 @@ class RowStatistics(NamedTuple):
         """Of all rows."""
         return self.batch * self.heads * self.padded
 
-    def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-sum-exps in base 2, and delta, each flat."""
+    def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Shifts and rests of log-sum-exps, and delta, each flat."""
         number = self.number
-        return memory[:number], memory[number : 2 * number]
+        return memory[:number], memory[number : 2 * number], memory[2 * number : 3 * number]
 
     def seen(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """``given``, the last of which is that memory, with both parts in place of it."""
-        return (*given[:-1], *self.parts(given[-1]))
+        """``given``, the last of which is that memory, with rests and delta in place of it."""
+        return (*given[:-1], *self.parts(given[-1])[1:])
 
 
 def view(

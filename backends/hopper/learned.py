@@ -23,6 +23,7 @@ from attndsl.passes.place import AWAY
 
 from ..tiled.capture_gradients import CaptureSums
 from ..tiled.plan import Step
+from ..log_sum import log_sum
 from ..tiled.torch_tiles import Expressions
 from .blocks import block_width
 
@@ -51,7 +52,7 @@ class Statistics(NamedTuple):
     """Of rows and columns, from a backward."""
 
     lse: torch.Tensor
-    """(batch, heads, q_len) fp32; -inf in rows with no live pair."""
+    """See :mod:`..log_sum`."""
     delta: torch.Tensor
     """(batch, heads, q_len or more) fp32, rowsum(dO * O) - dlse."""
     dlse: torch.Tensor | None
@@ -137,8 +138,8 @@ def gradients_of_parts(
     """
     lse, delta, dlse, factors, columns = statistics
     sums, expressions, placed = CaptureSums(call, wants), Expressions(call), lowered.placed
-    batch, heads, q_len = lse.shape
-    nothing = lse[:, :, :1, None]
+    _, batch, heads, q_len = lse.shape
+    nothing = delta[:, :, :1, None]
     head = Step((0, batch), (0, heads), (0, 1), ())
     if factors is not None:
         assert placed.inner is not None
@@ -153,10 +154,10 @@ def gradients_of_parts(
     sink = lowered.program.sink
     if learned.row and (dlse is not None or sink is not None):
         tile = expressions.tile(Step((0, batch), (0, heads), (0, q_len), ()), (0, 1), nothing)
-        rows = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype)
+        rows = torch.zeros_like(lse[0]) if dlse is None else dlse.to(lse.dtype)
         if sink is not None:
             (logit,) = tile.evaluate(sink)
-            rows = rows + torch.exp(logit[..., 0] - lse) * delta[..., :q_len]
-        rows = torch.where(lse == -torch.inf, 0.0, rows)
+            rows = rows + torch.exp(log_sum(lse).taken_off(logit)[..., 0]) * delta[..., :q_len]
+        rows = torch.where(lse[0] == -torch.inf, 0.0, rows)
         sums.add(sums.of(placed.row), rows[..., None], tile)
     return sums.tensors(), sums.params()

@@ -307,23 +307,26 @@ def lazy_max(row_max, highest):
 
 
 @triton.constexpr_function
-def scaling(number):
-    """PTX that multiplies ``number`` sums by as many factors, unless all of the warp are 1."""
+def unless_all(operation, neutral, number):
+    """PTX of ``operation`` on ``number`` numbers and as many of their rows.
+
+    Warps skip it if all of their rows' are ``neutral``, a number in hexadecimal digits.
+    """
     first, next_row = 2 * number, 2 * number + 2
     lines = [
-        ".reg .pred scales;",
-        f"setp.ne.f32 scales, ${first}, 0f3F800000;",
-        f"setp.ne.or.f32 scales, ${next_row}, 0f3F800000, scales;",
-        "vote.sync.any.pred scales, scales, 0xffffffff;",
-        "@!scales bra scaled;",
+        ".reg .pred some;",
+        f"setp.ne.f32 some, ${first}, 0f{neutral};",
+        f"setp.ne.or.f32 some, ${next_row}, 0f{neutral}, some;",
+        "vote.sync.any.pred some, some, 0xffffffff;",
+        "@!some bra done;",
     ]
-    lines += [f"mul.f32 ${place}, ${place}, ${first + place};" for place in range(number)]
-    return "{ " + " ".join(lines) + " scaled: }"
+    lines += [f"{operation}.f32 ${place}, ${place}, ${first + place};" for place in range(number)]
+    return "{ " + " ".join(lines) + " done: }"
 
 
 @triton.constexpr_function
-def scaling_operands(number):
-    """Constraints of :func:`scaling`."""
+def operands_in_place(number):
+    """Constraints of :func:`unless_all`."""
     return ",".join(["=f"] * number + [str(place) for place in range(number)] + ["f"] * number)
 
 
@@ -332,11 +335,77 @@ def lazy_rescale(sums, factors):
     """A product's tile times a factor for each row; warps whose factors are 1 skip it."""
     EACH: gl.constexpr = sums.shape[0] * sums.shape[1] // 128
     return gl.inline_asm_elementwise(
-        scaling(EACH),
-        scaling_operands(EACH),
+        unless_all("mul", "3F800000", EACH),
+        operands_in_place(EACH),
         [sums, gl.broadcast(sums, factors[:, None])[1]],
         dtype=gl.float32,
         is_pure=True,
+        pack=EACH,
+    )
+
+
+@gluon.jit
+def lazy_difference(scores, shifts):
+    """A product's tile less a number for each row; warps whose numbers are 0 skip it."""
+    EACH: gl.constexpr = scores.shape[0] * scores.shape[1] // 128
+    return gl.inline_asm_elementwise(
+        unless_all("sub", "00000000", EACH),
+        operands_in_place(EACH),
+        [scores, gl.broadcast(scores, shifts[:, None])[1]],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=EACH,
+    )
+
+
+@triton.constexpr_function
+def shifting(number):
+    """PTX of :func:`lazy_shift` for the ``number`` elements that a thread has of a product's tile."""
+    rest, place, factor = (f"${part * number}" for part in (2, 3, 4))
+    lines = [
+        ".reg .pred far; .reg .f32 one, other, inverse, mark; .reg .b32 lane; .reg .b64 own;",
+        f"setp.ge.f32 far, {rest}, 0f457A0000;",
+        f"setp.lt.and.f32 far, {rest}, 0f46000000, far;",
+        "@!far bra.uni near;",
+        "mov.u32 lane, %laneid; and.b32 lane, lane, 3; mul.wide.u32 own, lane, 8;",
+        f"add.s64 own, own, {place};",
+        f"rcp.approx.f32 inverse, {factor};",
+        # 4096 by what it is multiplied with after this: ``factor`` * log2(e).
+        "mul.f32 mark, inverse, 0f45317218;",
+    ]
+    for eighth in range(number // 4):
+        lines.append(f"ld.global.v2.f32 {{one, other}}, [own + {32 * eighth}];")
+        lines.append("neg.f32 one, one; neg.f32 other, other;")
+        for place_of_four, shift in enumerate(("one", "other", "one", "other")):
+            element = f"${4 * eighth + place_of_four}"
+            lines.append(f"fma.rn.f32 {element}, {element}, {factor}, {shift};")
+            lines.append(f"fma.rn.f32 {element}, {element}, inverse, mark;")
+    return "{ " + " ".join(lines) + " near: }"
+
+
+@triton.constexpr_function
+def shifting_operands(number):
+    """Constraints of :func:`shifting`."""
+    tied = [str(place) for place in range(number)]
+    return ",".join([*["=f"] * number, *tied, *["f"] * number, *["l"] * number, *["f"] * number])
+
+
+@gluon.jit
+def lazy_shift(scores, rests, shifts, factor):
+    """Scores (keys, queries) of which the rests in base 2 may be taken off, times ``factor``.
+
+    Rests of 4096 and more mark queries whose log-sum-exps are far from 0, see ``row_statistics``:
+    all of 64, or none. Their shifts, which lie at ``shifts``, are taken off here, with one rounding,
+    and what marks them is added.
+    """
+    EACH: gl.constexpr = scores.shape[0] * scores.shape[1] // 128
+    places = gl.zeros_like(scores).to(gl.int64) + shifts.to(gl.int64)
+    return gl.inline_asm_elementwise(
+        shifting(EACH),
+        shifting_operands(EACH),
+        [scores, gl.broadcast(scores, rests[None, :])[1], places, gl.zeros_like(scores) + factor],
+        dtype=gl.float32,
+        is_pure=False,
         pack=EACH,
     )
 

@@ -57,11 +57,13 @@ class BackwardMemory(NamedTuple):
     v: Ring
     do: Ring
     lse: Ring
-    """Log-sum-exp in base 2; comes with q."""
+    """The rests of a ``LogSum``; comes with q."""
     delta: Ring
     """rowsum(dO * O) - dlse; comes with dO."""
     ds: Ring
     """dS (keys, queries), which both consumers read; ``desc`` says where it is stored."""
+    shifts: Any
+    """Where the shifts of a ``LogSum`` lie; see ``row_statistics``."""
     p_slope: Any
     """Above head dim 128: weights' derivatives by the score (keys, queries)."""
     fields: Any
@@ -164,8 +166,8 @@ class KeyRows(NamedTuple):
     """Logical positions as a column."""
     parts: Any
     """What is looked up by them."""
-    column2: Any
-    """What the score has of each key alone, in base 2."""
+    column: Any
+    """What the score has of each key alone."""
     origin: Any
     """Logical position of the tile's first key."""
     ragged: Any
@@ -205,6 +207,8 @@ class Factors(NamedTuple):
 
     scale: Any
     """Of ``q . k``."""
+    natural: Any
+    """Of the program's score, which is the final one but for the column's part after it."""
     factor: Any
     """Of the program's score, which is in base 2 after it."""
     steepness: Any
@@ -225,7 +229,7 @@ class RunningSoftmax(NamedTuple):
     acc: Any
     """Sums of weights times values, without those of the last tile."""
     row_max: Any
-    """The greatest score so far, in base 2."""
+    """The greatest score so far: in base 2, or if it is WIDE yet to be taken there by a factor."""
     row_sum: Any
     """Eight sums of weights a row."""
     p: Any

@@ -14,10 +14,10 @@ _ROWS_OF_BLOCK = tl.constexpr(64)
 
 @triton.jit
 def prepare_backward(
-    OUT, DOUT, LSE, DLSE, LSE2, DELTA, SUMS,
+    OUT, DOUT, LSE, DLSE, LSE_SHIFT, LSE_REST, DELTA, SUMS,
     stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, heads, q_len,
     DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_DLSE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Row statistics (see ``row_statistics``), and zeros in the rows' sums of dQ.
 
@@ -28,9 +28,9 @@ def prepare_backward(
         places = part * (ROWS * 64) + tl.arange(0, ROWS * 64)
         tl.store(SUMS + first + places, tl.zeros([ROWS * 64], tl.float32))
     row_statistics(
-        OUT, DOUT, LSE, DLSE, LSE2, DELTA,
+        OUT, DOUT, LSE, DLSE, LSE_SHIFT, LSE_REST, DELTA,
         stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, heads, q_len,
-        DV, ROWS, BLOCK_DV, HAS_DLSE,
+        DV, ROWS, BLOCK_DV, HAS_DLSE, FAR,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.device import on_device, stream_of
+from ..log_sum import of_one_number
 from ..kernels.tile_lists import lists_of
 from .launch import descriptor_strides
 from .layout import described
@@ -47,8 +48,8 @@ def launch_with_tangents(
     """
     call = moving.call
     out, out_moved = (layout.orders.out.empty(call.q) for _ in range(2))
-    lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
-    lse_moved = torch.empty_like(lse)
+    lse = call.q.new_empty((2, *call.q.shape[:3]), dtype=torch.float32)
+    lse_moved = torch.empty_like(lse[0])
     stream = stream_of(call.q.device)
     with on_device(call.q.device):
         lists = lists_of(layout, moving.lowered, call, _DIRECTION, stream)
@@ -66,4 +67,4 @@ def launch_with_tangents(
                 layout.heads_per_wave[_DIRECTION], *capture_arguments(layout.facts, call), *lists,
             ],
         )  # fmt: skip
-    return out, lse, out_moved, lse_moved
+    return out, lse, out_moved, of_one_number(lse_moved)

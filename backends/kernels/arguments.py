@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
 
 _STATISTICS = (
-    "LSE", "LSE_MOVED", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS", "LINE_SUMS", "PARTS",
+    "LSE", "LSE_MOVED", "LSE_OF_TOKENS", "DLSE", "LSE_SHIFT", "LSE_REST", "DELTA", "SUMS",
+    "DISTANCE_SUMS", "LINE_SUMS", "PARTS",
 )  # fmt: skip
 _LISTS = {
     "kinds": "*i8",

@@ -49,10 +49,10 @@ def _empty_strided(
     return torch.empty_strided(size, strides, dtype=dtype, device=kind)
 
 
-def rows_of(layout: Layout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Size and strides of a number a row: (batch, heads, q_len), contiguous."""
+def rows_of(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and strides of log-sum-exps: (2, batch, heads, q_len), contiguous."""
     batch, heads, _, q_len, _ = layout.sizes
-    return (batch, heads, q_len), (heads * q_len, q_len, 1)
+    return (2, batch, heads, q_len), (batch * heads * q_len, heads * q_len, q_len, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ class FixedKernel:
 
     name: str
     function: Any
-    constants: Callable[[KernelFacts], Mapping[str, int | bool]]
+    constants: Callable[[Job], Mapping[str, int | bool]]
     """Of the function, besides whether there is a gradient of lse."""
     configs: Callable[[Job, Machine], tuple[Config, ...]]
 

@@ -447,7 +447,7 @@ def _entry_of(module: _Module, job: Job, config: Config) -> _Function:
 
 
 def _fixed_function(fixed: FixedKernel, job: Job, machine: Machine, has_dlse: bool) -> _Function:
-    more = {"ROWS": STATISTICS_ROWS, **fixed.constants(job.facts), "HAS_DLSE": has_dlse}
+    more = {"ROWS": STATISTICS_ROWS, **fixed.constants(job), "HAS_DLSE": has_dlse}
     arguments = arguments_of(fixed.function, job.facts, more)
     configs = fixed.configs(job, machine)
     return _Function(fixed.name, fixed.function, arguments, configs, more)

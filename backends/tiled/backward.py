@@ -20,6 +20,7 @@ from attndsl.passes.differentiate import vjp
 
 from ..base import Gradients
 from ..dense.interpret import gated
+from ..log_sum import LogSum, log_sum
 from ..memory_order import arranged_like, wide_dtype
 from .capture_gradients import CaptureSums
 from .plain import Biases, OfForward, PlainRows
@@ -45,8 +46,7 @@ class Rows:
     place: Place
     queries: torch.Tensor
     grad_out: torch.Tensor
-    lse: torch.Tensor
-    """Infinite for rows with no live pair."""
+    lse: LogSum
     delta: torch.Tensor | None
     """What all scores of a row have in common in their gradients; None where nobody has asked."""
     dq: torch.Tensor | None
@@ -76,7 +76,7 @@ class StepGradients:
         self._k, self._v = keys_of(call.k, call), keys_of(call.v, call)
         self._grad_out = matrices(grad_out, call)
         self._out = matrices(out, call)
-        self._lse = matrices(lse.unsqueeze(-1), call)
+        self._lse = LogSum(*(matrices(x, call) for x in log_sum(lse)))
         self._grad_lse = None if grad_lse is None else matrices(grad_lse.unsqueeze(-1), call)
         self._dq = torch.zeros_like(self._q) if wants.q else None
         self._dk = torch.zeros_like(self._k) if wants.k else None
@@ -98,11 +98,9 @@ class StepGradients:
         """Add what the rows of ``step`` contribute."""
         place = place_of(step, self._call)
         queries, grad_out = place.queries(self._q), place.queries(self._grad_out)
-        lse = place.queries(self._lse)
         # torch's own backward makes it itself.
         delta = None if self._biases is not None else self._delta(place, grad_out)
-        # exp(score - inf) is 0: rows with no live pair have no weights.
-        lse = torch.where(lse == -torch.inf, torch.inf, lse)
+        lse = LogSum(*map(place.queries, self._lse))
         dq = queries.new_zeros(queries.shape) if self._dq is not None else None
         rows = Rows(step, place, queries, grad_out, lse, delta, dq)
         for span in step.spans:
@@ -112,23 +110,27 @@ class StepGradients:
         if dq is not None and self._dq is not None:
             place.store(self._dq, dq)
         if self._sink_terms and self._program.sink is not None and delta is not None:
-            tile = self._scorer.expressions.tile(step, (0, 1), place.pairs(lse))
+            own = LogSum(*map(place.pairs, lse))
+            tile = self._scorer.expressions.tile(step, (0, 1), own.shift)
             (sink,) = tile.evaluate(self._program.sink)
-            d_sink = -torch.exp(sink - place.pairs(lse)) * place.pairs(delta)
+            d_sink = -torch.exp(own.taken_off(sink)) * place.pairs(delta)
             self._sums.add(self._sink_terms, d_sink, tile)
 
     def _delta(self, place: Place, grad_out: torch.Tensor) -> torch.Tensor:
         delta = (grad_out * place.queries(self._out)).sum(-1, keepdim=True)
         if self._grad_lse is not None:
             delta = delta - place.queries(self._grad_lse)
-        return torch.where(place.queries(self._lse) == -torch.inf, 0.0, delta)
+        return torch.where(place.queries(self._lse.shift) == -torch.inf, 0.0, delta)
 
     def _add_plain(self, rows: Rows, span: Span, biases: Biases) -> bool:
         """Add a span's gradients by torch's own backward; False where it may have spoiled them."""
         matrices, columns = rows.place.matrices, slice(*span.columns)
         found = PlainRows(self._call, rows.step, rows.place, biases).gradients(
             span, rows.queries, self._k[matrices, columns], self._v[matrices, columns],
-            OfForward(rows.grad_out, rows.place.queries(self._out), rows.lse),
+            OfForward(
+                rows.grad_out, rows.place.queries(self._out),
+                rows.lse.without_dead() + rows.lse.rest,
+            ),
         )  # fmt: skip
         if found is None:
             return False
@@ -171,7 +173,8 @@ class StepGradients:
         final = place.pairs(scored.final)
         own = self._scorer.expressions.tile(step, span.columns, final)
         if program.weights is None:
-            weights = exp_(program, scored.final.sub_(rows.lse))
+            relative = scored.final.sub_(rows.lse.without_dead()).sub_(rows.lse.rest)
+            weights = exp_(program, relative)
         else:
             (found,) = own.evaluate(program.weights)
             weights = torch.empty_like(scored.final)

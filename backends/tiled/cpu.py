@@ -28,9 +28,10 @@ import torch
 
 from ..base import Backend
 from ..dense.reference import check_meaning
+from ..log_sum import LogSum, is_far
 from ..memory_order import empty_like, wide_dtype
 from .backward import StepGradients
-from .merging import finite, merge_
+from .merging import merge_
 from .one_piece import in_one_piece
 from .plain import Biases, PlainRows, is_plain, wants_no_more
 from .plan import Plans, limits_of
@@ -100,6 +101,7 @@ class CPUBackend(Backend):
         """See :class:`~attndsl.backends.base.Backend`."""
         with torch.no_grad(), _without_autocast(call.q.device.type):
             plain = is_plain(lowered.program, call) and wants_no_more(backward)
+            plain = plain and not is_far(backward.lse[0])
             triangle = self._triangles.of(lowered, call) if plain else None
             found = None if triangle is None else gradients(call, backward, triangle)
             if found is not None:
@@ -131,11 +133,12 @@ def _forward(
     k, v = keys_of(call.k, call), keys_of(call.v, call)
     # No view is returned: torch refuses to write to views that an autograd function returns.
     out = empty_like(call.q, v.shape[-1], wide_dtype(call.wide))
-    lse = q.new_full((batch, heads, q_len), -torch.inf)
+    lse = q.new_zeros((2, batch, heads, q_len))
+    lse[0] = -torch.inf
     written_at_once = out.dtype is q.dtype and out.is_contiguous()
     rows = (out if written_at_once else q.new_empty(out.shape)).view(*q.shape[:-1], v.shape[-1])
     rows.zero_()
-    rows_of_lse = lse.view(*q.shape[:-1], 1)
+    rows_of_lse = [x.view(*q.shape[:-1], 1) for x in lse]
     buffers = Buffers(steps, 2, q, plain)
     scorer = Scorer(program, call, buffers, keep_raw=False)
     biases = Biases(call, scorer.lives)
@@ -149,7 +152,8 @@ def _forward(
             keys, values = k[place.matrices, columns], v[place.matrices, columns]
             found = plain_rows.attend(span, queries, keys, values) if plain else None
             if found is not None:
-                own.merge(*found)
+                part, part_lse = found
+                own.merge(part, LogSum(part_lse, torch.zeros_like(part_lse)))
                 continue
             for part in span.parts() if plain else (span,):
                 columns = slice(*part.columns)
@@ -157,7 +161,8 @@ def _forward(
                 own.add(part, scorer.span(step, place, part, queries, keys), values)
         result, logarithm = own.finish()
         place.store(rows, result)
-        place.store(rows_of_lse, logarithm)
+        for of_all, own_part in zip(rows_of_lse, logarithm, strict=True):
+            place.store(of_all, own_part)
     if not written_at_once:
         out.copy_(rows.view(out.shape))
     return out, lse
@@ -183,7 +188,7 @@ class _Rows:
         self._expressions = scorer.expressions
         self._sum: torch.Tensor | None = None
         """Output of the spans so far, as if there were no others."""
-        self._lse: torch.Tensor
+        self._lse: LogSum
         """Log-sum-exp of the spans so far."""
         self._alive: torch.Tensor
 
@@ -204,17 +209,17 @@ class _Rows:
         if may_be_subnormal(self._program, weights):
             torch.threshold_(weights, math.exp(least_power(weights)), 0.0)
         # The greatest weight is exp(0) / total.
-        lse = peak - weights.amax(-1, keepdim=True).log_()
+        rest = weights.amax(-1, keepdim=True).log_().neg_()
         # A row is dead if the mask leaves nothing, or if all scores are -inf.
         dead = peak == -torch.inf
         # On other devices looking takes longer than writing.
         if dead.device.type != "cpu" or bool(dead.any()):
             weights.masked_fill_(dead, 0.0)
-            lse.masked_fill_(dead, -torch.inf)
+            rest.masked_fill_(dead, 0.0)
         self._drop(span, scored, weights)
-        self.merge(torch.bmm(weights, values), lse)
+        self.merge(torch.bmm(weights, values), LogSum(peak, rest))
 
-    def merge(self, part: torch.Tensor, lse: torch.Tensor) -> None:
+    def merge(self, part: torch.Tensor, lse: LogSum) -> None:
         """Take in the output and the log-sum-exp of a span."""
         if self._sum is None:
             self._sum, self._lse = part, lse
@@ -245,19 +250,20 @@ class _Rows:
             keep = dropout_factor(p, self._step, span.columns, self._call)
             self._place.pairs(weights).mul_(keep)
 
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish(self) -> tuple[torch.Tensor, LogSum]:
         """Output (matrices, group * rows, value_dim) and lse (matrices, group * rows, 1)."""
         assert self._sum is not None, "a step has at least one span"
         if self._program.weights is not None:
             log = self._alive.to(self._sum.dtype).log()
             log = log.expand(*self._place.shape, 1).reshape(*self._sum.shape[:-1], 1)
-            return self._sum, log
+            return self._sum, LogSum(log, torch.zeros_like(log))
         if self._program.sink is None:
             return self._sum, self._lse
-        nothing = self._place.pairs(self._lse)
+        nothing = self._place.pairs(self._lse.shift)
         tile = self._expressions.tile(self._step, (0, 1), nothing)
         (sink,) = tile.evaluate(self._program.sink)
-        both = torch.logaddexp(self._lse, sink.expand(nothing.shape).reshape(self._lse.shape))
-        self._sum.mul_(torch.exp(self._lse - finite(both)))
+        sink = sink.expand(nothing.shape).reshape(self._lse.shift.shape)
         # Rows with no live pair stay what they are.
-        return self._sum, torch.where(self._lse == -torch.inf, -torch.inf, both)
+        sink = torch.where(self._lse.shift == -torch.inf, -torch.inf, sink)
+        both, own, _ = self._lse.merged(LogSum(sink, torch.zeros_like(sink)))
+        return self._sum.mul_(own), both

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..log_sum import is_far
 from ..memory_order import rows_apart, rows_contiguous
 
 # To look it up in ``torch.ops`` takes 9 us.
@@ -42,15 +43,19 @@ def flash_gradients(
 
 
 def is_spoilt(out: torch.Tensor, lse: torch.Tensor) -> bool:
-    """Whether torch has taken a row for one without keys: its output and log-sum-exp are 0.
+    """Whether torch's results may not be used.
 
-    It does so with rows of -inf, and with rows of NaN that have fewer keys than a vector of the
-    processor. A row of which both are right is computed again elsewhere, and stays what it is.
+    Torch takes a row for one without keys, with an output and a log-sum-exp of 0, if all its scores
+    are -inf, or NaN and fewer than a vector of the processor holds. A row of which both are right
+    is computed again elsewhere, and stays what it is. And its log-sum-exps in fp32 are not exact
+    enough if they are far from 0.
 
     Args:
         out: (..., rows, dim).
         lse: (..., rows).
     """
+    if is_far(lse):
+        return True
     if int(torch.count_nonzero(lse)) == lse.numel():
         return False
     return bool((out[lse == 0.0] == 0.0).all(-1).any())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..log_sum import LogSum
 
 
-def merge_(
-    total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> torch.Tensor:
+def merge_(total: torch.Tensor, lse: LogSum, part: torch.Tensor, part_lse: LogSum) -> LogSum:
     """Take the output and the log-sum-exp of other keys into ``total``, in place.
 
     Args:
@@ -19,12 +22,6 @@ def merge_(
     Returns:
         The log-sum-exp of all these keys.
     """
-    both = torch.logaddexp(lse, part_lse)
-    shift = finite(both)
-    total.mul_(torch.exp(lse - shift)).addcmul_(part, torch.exp(part_lse - shift))
+    both, own, other = lse.merged(part_lse)
+    total.mul_(own).addcmul_(part, other)
     return both
-
-
-def finite(x: torch.Tensor) -> torch.Tensor:
-    """What to subtract from exponents, so that exp(-inf - x) is 0 also where x is -inf."""
-    return x.clamp_min(torch.finfo(x.dtype).min)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..log_sum import of_one_number
 from ..memory_order import memory_order, wide_dtype
 from .by_numbers import boundary, bounds_of
 from .flash import flash_attention, is_spoilt
@@ -64,16 +65,14 @@ def _as_results(
         out.shape == call.q.shape and out.shape[2] == 1 and out.dtype is call.q.dtype
         and call.q.is_contiguous() and out.is_contiguous() and lse.is_contiguous()
     ):  # fmt: skip
-        return out, lse
+        return out, of_one_number(lse)
     order = memory_order(call.q, call.v.shape[3])
     dtype = wide_dtype(call.wide) or call.q.dtype
     if out.shape != order.shape or out.stride() != order.strides or out.dtype is not dtype:
         made = torch.empty_strided(order.shape, order.strides, dtype=dtype)
         out = made.copy_(out.reshape(order.shape))
     shape = order.shape[:3]
-    if lse.shape != shape or not lse.is_contiguous():
-        lse = lse.new_empty(shape).copy_(lse.reshape(shape))
-    return out, lse
+    return out, of_one_number(lse.reshape(shape))
 
 
 def _live_keys(lowered: Lowered, call: Call) -> Range | None:

@@ -27,6 +27,7 @@ import torch
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
+from ..log_sum import LogSum, of_one_number, public_lse
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from . import plan
 from .by_numbers import boundary, bounds_of
@@ -182,8 +183,8 @@ def attend(call: Call, triangle: Triangle) -> tuple[torch.Tensor, torch.Tensor] 
     at_once = out.dtype is q.dtype and out.is_contiguous()
     result = (out if at_once else q.new_empty(out.shape)).view(q.shape)
     # No view is returned: torch refuses to write to views that an autograd function returns.
-    lse_of_all = q.new_empty(call.q.shape[:3])
-    logarithm = lse_of_all.view(*q.shape[:-1], 1)
+    lse_of_all = q.new_empty((2, *call.q.shape[:3]))
+    logarithm = lse_of_all.view(2, *q.shape[:-1], 1)
     for squares in triangle.squares():
         keys, values = squares.of_keys(k), squares.of_keys(v)
         for member in range(q.shape[1]):
@@ -194,14 +195,16 @@ def attend(call: Call, triangle: Triangle) -> tuple[torch.Tensor, torch.Tensor] 
             if is_spoilt(part, lse):
                 return None
             total = squares.of_rows(result[:, member])
-            total_lse = squares.of_rows(logarithm[:, member])
+            total_lse = [squares.of_rows(x[:, member]) for x in logarithm]
+            own_lse = of_one_number(lse.unsqueeze(-1))
             if squares.causal:
                 total.copy_(part)
-                total_lse.copy_(lse.unsqueeze(-1))
             else:
                 # An exponential's last bit depends on where in memory its power lies.
-                own, other = total_lse.contiguous(), lse.contiguous().unsqueeze(-1)
-                total_lse.copy_(merge_(total, own, part, other))
+                before = LogSum(*(x.contiguous() for x in total_lse))
+                own_lse = merge_(total, before, part, LogSum(*own_lse))
+            for x, own in zip(total_lse, own_lse, strict=True):
+                x.copy_(own)
     if not at_once:
         out.copy_(result.view(out.shape))
     return out, lse_of_all
@@ -211,7 +214,7 @@ def gradients(call: Call, backward: Backward, triangle: Triangle) -> Gradients |
     """Gradients of q, k and v by the output's, or None where torch may have spoiled them."""
     q, k, v = matrices(call.q, call), _keys(call.k, call), _keys(call.v, call)
     out, grad_out = matrices(backward.out, call), matrices(backward.grad_out, call)
-    lse = matrices(backward.lse.unsqueeze(-1), call)
+    lse = matrices(public_lse(backward.lse).unsqueeze(-1), call)
     # exp(score - inf) is 0: rows whose scores are all -inf have no weights.
     lse = torch.where(lse == -torch.inf, torch.inf, lse)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -17,6 +17,7 @@ from ..kernels.counts import Counts
 from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.tile_lists import lists_of
+from ..memory_order import empty_fp32
 from .decode_kernels import FORWARDS, KERNELS, NAME
 from .decode_tiles import (
     COUNTS_OF_GRAPHS,
@@ -104,10 +105,10 @@ class Decode(Portable):
         stream = stream_of(q.device)
         with on_device(q.device):
             lists = lists_of(layout, lowered, call, name, stream)
-            room, counts = lse, lse
+            room, counts = out, lse
             if parts > 1:
                 numbers = batch * units * parts * shape.lines
-                room = lse.new_empty(numbers * (_width(layout) + 2))
+                room = empty_fp32(q, numbers * (_width(layout) + 2))
                 counts = self._counts.of(q.device, stream, batch * units * sharing.counts_of(parts))
             kernel.launch_grid(
                 (parts, units, batch),

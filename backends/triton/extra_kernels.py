@@ -130,7 +130,7 @@ def run_extra(state: BackwardState, plan: GradientPlan, found: Gradients) -> Gra
 
 def _distances(state: BackwardState) -> torch.Tensor:
     """Sums of dS, see :func:`.distances.sums_of_distances`."""
-    batch, heads, q_len = state.lse.shape
+    _, batch, heads, q_len = state.lse.shape
     kv_len = state.call.k.shape[2]
     if state.is_empty:
         return state.lse.new_zeros((batch, heads, 1, 2, 1))
@@ -177,7 +177,7 @@ def _of_pairs(state: BackwardState, wants: Wants, task: Task) -> _OfPairs:
 
 def _programs_of(state: BackwardState, kernel: Executable, rest: Rest, parts: int) -> int:
     """Tiles of what is told apart, of each part of what is not."""
-    batch, heads, q_len = state.lse.shape
+    _, batch, heads, q_len = state.lse.shape
     kv_len, config = state.call.k.shape[2], kernel.config
     tiles = -(-q_len // config.block_m) * -(-kv_len // config.block_n)
     return parts * tiles * (batch * heads // (rest.batches * rest.heads))
@@ -196,7 +196,7 @@ def _pairs(state: BackwardState, wants: Wants) -> dict[str, torch.Tensor]:
 def _stored(state: BackwardState, wants: Wants, stored_ds: StoredDS) -> dict[str, torch.Tensor]:
     """Gradients of such tensors, each a sum of dS, which the attention kernels have stored."""
     own = _of_pairs(state, wants, Task.STORED)
-    batch, heads, q_len = state.lse.shape
+    _, batch, heads, q_len = state.lse.shape
     rest, device = own.rest, stored_ds.values.device
     members = rest.batches * rest.heads
     with on_device(device):
@@ -218,7 +218,7 @@ def _scattered(state: BackwardState, plan: GradientPlan) -> dict[str, torch.Tens
     if state.is_empty:
         return _zeros(state, wants)
     call = state.call
-    batch, heads, q_len = state.lse.shape
+    _, batch, heads, q_len = state.lse.shape
     factors = known_factors(state.lowered, wants.tensors)
     layout = state.layout_of(task_of_exact(state.lowered, plan), wants)
     found = buffers(wants.tensors, call)

@@ -18,7 +18,7 @@ from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Task, jobs_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
-from ..memory_order import given_room, rows_contiguous
+from ..memory_order import empty_fp32, given_room, rows_contiguous
 from .kernels import FIXED, KERNELS
 from .tangents import launch_tangent
 
@@ -150,14 +150,14 @@ class Portable:
         dq, dk, dv = orders.q.empty(q, kind), orders.k.empty(k, kind), orders.v.empty(v, kind)
         row_sums = column_sums = None
         if lines.rows:
-            row_sums = lse.new_empty((len(lines.rows), batch, heads, q_len))
+            row_sums = empty_fp32(q, len(lines.rows), batch, heads, q_len)
         if lines.columns:
-            column_sums = lse.new_empty((len(lines.columns), batch, heads, kv_len))
+            column_sums = empty_fp32(q, len(lines.columns), batch, heads, kv_len)
         with on_device(q.device):
             stream = stream_of(q.device)
-            lse2, delta = _row_statistics(layout, backward, stream)
+            shift, rest, delta = _row_statistics(layout, backward, stream)
             shared = (
-                lse2, delta, *layout.strides, *layout.grad_strides, call.scale, *layout.sizes,
+                shift, rest, delta, *layout.strides, *layout.grad_strides, call.scale, *layout.sizes,
                 origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
             )  # fmt: skip
             captures = capture_arguments(layout.facts, call)
@@ -220,18 +220,16 @@ def empty_results(layout: Layout, call: Call) -> tuple[torch.Tensor, torch.Tenso
     return order.empty(q, kind) if out is None else out, torch.empty_like(layout.rows)
 
 
-def _row_statistics(
-    layout: Layout, backward: Backward, stream: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-sum-exps in base 2, and delta; both (batch, heads, padded rows) fp32."""
+def _row_statistics(layout: Layout, backward: Backward, stream: int) -> torch.Tensor:
+    """Shifts and rests of log-sum-exps, and delta: (3, batch, heads, padded rows) fp32."""
     out, lse, grad_out, grad_lse, _ = backward
     batch, heads, _, q_len, _ = layout.sizes
     padded = -(-q_len // PADDING) * PADDING
-    lse2 = lse.new_empty((batch, heads, padded))
-    delta = torch.empty_like(lse2)
+    found = empty_fp32(out, 3, batch, heads, padded)
+    shift, rest, delta = found
     layout.executables["row_statistics"].launch(
         padded // STATISTICS_ROWS * batch * heads, stream,
-        [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(), lse2, delta,
-         *out.stride()[:3], *layout.grad_strides, heads, q_len],
+        [out, grad_out, lse, delta if grad_lse is None else grad_lse.contiguous(), shift, rest,
+         delta, *out.stride()[:3], *layout.grad_strides, heads, q_len],
     )  # fmt: skip
-    return lse2, delta
+    return found

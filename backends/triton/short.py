@@ -21,7 +21,7 @@ from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.order import processors_of
 from ..kernels.signature import PADDING
-from ..memory_order import empty_rows, wide_dtype
+from ..memory_order import empty_fp32, wide_dtype
 from .family import Portable, empty_results, facts_of_task
 from .short_bound import (
     BackwardLaunch,
@@ -155,8 +155,8 @@ class Short(Portable):
         batch, heads, q_len, _ = q.shape
         kind = torch.float32 if wanted.wide else None
         dq, dk, dv = orders.q.empty(q, kind), orders.k.empty(k, kind), orders.v.empty(v, kind)
-        delta = empty_rows(lse, batch, heads, -(-q_len // PADDING) * PADDING)
-        dlse = lse if grad_lse is None else grad_lse.contiguous()
+        delta = empty_fp32(q, batch, heads, -(-q_len // PADDING) * PADDING)
+        dlse = delta if grad_lse is None else grad_lse.contiguous()
         (kernel,) = layout.executables.values()
         with on_device(q.device):
             kernel.launch_grid(

@@ -99,7 +99,7 @@ class BackwardLaunch:
         dv = new(orders.v.shape, orders.v.strides, kind)
         padded = -(-q_len // PADDING) * PADDING
         delta = new((batch, heads, padded), (heads * padded, padded, 1), torch.float32)
-        dlse = lse if grad_lse is None else grad_lse
+        dlse = delta if grad_lse is None else grad_lse
         self.kernel.launch_grid(
             (batch, kv_heads, 1),
             stream_of(device),

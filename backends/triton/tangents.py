@@ -9,6 +9,7 @@ import torch
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.device import on_device, stream_of
 from ..kernels.tile_lists import lists_of
+from ..log_sum import of_one_number
 from ..memory_order import arranged, strides
 
 if TYPE_CHECKING:
@@ -25,12 +26,12 @@ def launch_tangent(
         moving: With at least one row of queries.
         layout: Its kernel.
         out: Of the forward call.
-        lse: The same, fp32, natural logarithm.
+        lse: Its log-sum-exp, see :mod:`..log_sum`.
     """
     call, facts = moving.call, layout.facts
     order = layout.orders.out
     out, lse = arranged(out, order), lse.contiguous()
-    out_moved, lse_moved = order.empty(out), torch.empty_like(lse)
+    out_moved, lse_moved = order.empty(out), torch.empty_like(lse[0])
     # Of what does not move nothing is read.
     tangents = [moving.operands.get(name, getattr(call, name)) for name in ("q", "k", "v")]
     kernel = layout.executables["tangent"]
@@ -47,4 +48,4 @@ def launch_tangent(
                 layout.heads_per_wave["tangent"], *capture_arguments(facts, call), *lists,
             ],
         )  # fmt: skip
-    return out_moved, lse_moved
+    return out_moved, of_one_number(lse_moved)

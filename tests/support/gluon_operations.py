@@ -98,6 +98,8 @@ class Operations:
                 lazy_max=torch.maximum,
                 slot_of=FunctionType(slot_of.fn.__code__, {}),
                 lazy_rescale=lambda tile, factors: tile * factors[:, None],
+                lazy_shift=lambda scores, rests, shifts, factor: scores,
+                lazy_difference=lambda tile, shifts: tile - shifts[:, None],
                 spread=lambda values, places: (
                     values[None, :] if places.shape[0] == 1 else values[:, None]
                 ),
@@ -151,7 +153,7 @@ class Operations:
             return lambda left, right: function(torch.as_tensor(left), torch.as_tensor(right))
 
         named = {
-            name: getattr(torch, name) for name in ("float32", "float16", "int8", "int32", "int64")
+            name: getattr(torch, name) for name in ("float32", "float64", "float16", "int8", "int32", "int64")
         }
         layouts = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
                    "SwizzledSharedLayout", "NVMMASharedLayout")  # fmt: skip
@@ -166,6 +168,7 @@ class Operations:
             atomic_add=self.add, broadcast=torch.broadcast_tensors,
             cdiv=lambda size, block: (size + block - 1) // block,
             convert_layout=lambda tile, layout, assert_trivial=False: tile, full=spread,
+            fma=lambda x, y, z: x * y + z, zeros_like=torch.zeros_like,
             load=self.load, max=lambda tile, axis: tile.amax(axis), maximum=both(torch.maximum),
             min=lambda tile, axis: tile.amin(axis), minimum=both(torch.minimum),
             num_programs=lambda axis: number(self.machine.programs),

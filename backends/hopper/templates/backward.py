@@ -45,6 +45,7 @@ def add_query_tile(
     q_tile = memory.q.data.index(stage).reshape([BLOCK_M, D])
     do_tile = memory.do.data.index(stage).reshape([BLOCK_M, DV])
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
+    shift = place_of_shifts(memory.shifts, head, first, sizes, padded)
     mbarrier.wait(memory.q.full.index(stage), phase)
     scoring = warpgroup_mma(
         k_tile.slice(PART * KEYS, KEYS, dim=0), q_tile.permute((1, 0)), zeros, use_acc=False,
@@ -55,13 +56,15 @@ def add_query_tile(
     weighing = warpgroup_mma(v_part, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     q_parts = parts_of_queries(first, work)
     score = warpgroup_mma_wait(1, deps=[scoring])
-    lse2 = memory.lse.data.index(stage).load(gl.SliceLayout(0, SCORES))
+    rest = memory.lse.data.index(stage).load(gl.SliceLayout(0, SCORES))
     if SIGNED_WEIGHTS:
         # Weights times the factor of those that are kept, f; then dS = f P * (dP - delta / f).
-        lse2 = lse2 - kept.log2
+        rest = rest - kept.log2
     pair_parts = read_bias(PART, tile_index, PARTIAL, memory.bias) if HAS_BIAS else None
     parts = Parts(q_parts, keys.parts, pair_parts)
-    p, p_slope, derivative = weights_of_tile(score, first, parts, lse2, keys, work, PARTIAL)
+    p, p_slope, derivative = weights_of_tile(
+        score, first, parts, LogSum(shift, rest), keys, work, PARTIAL
+    )
     if HAS_BIAS:
         mbarrier.arrive(memory.bias.empty.index(PART), count=1)
     delta = memory.delta.data.index(stage).load(gl.SliceLayout(0, SCORES))

@@ -79,11 +79,11 @@ def consume(PART: gl.constexpr, results, memory, call):
 def run_backward(operands, statistics, bias_descs, results, call):
     """Set the program's warpgroups to work on its shared memory.
 
-    ``operands`` are descriptors of q, k, v and dO, ``statistics`` of lse and delta, ``bias_descs``
-    of what pairs look up, or None.
+    ``operands`` are descriptors of q, k, v and dO, ``statistics`` of the rests of lse and of delta,
+    and where its shifts lie; ``bias_descs`` those of what pairs look up, or None.
     """
     q_desc, k_desc, v_desc, do_desc = operands
-    lse_desc, delta_desc = statistics
+    lse_desc, delta_desc, shifts = statistics
     q_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, DV], do_desc.layout)
     k_s = gl.allocate_shared_memory(HALF, [1, 1, 1, BLOCK_N, D], k_desc.layout)
@@ -153,7 +153,7 @@ def run_backward(operands, statistics, bias_descs, results, call):
         Ring(lse_desc, lse_s, q_full, q_empty, None),
         Ring(delta_desc, delta_s, do_full, do_empty, None),
         Ring(results.ds, ds_s, ds_full, None, None),
-        p_slope, fields, kept, bias, lines, turns,
+        shifts, p_slope, fields, kept, bias, lines, turns,
     )
     gl.warp_specialize(
         [
@@ -168,7 +168,7 @@ def run_backward(operands, statistics, bias_descs, results, call):
 
 @gluon.jit
 def attention_backward_kv(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, SUMS, DK, DV_OUT,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, LSE_SHIFT, SUMS, DK, DV_OUT,
     #: arguments
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, rows_dkb, rows_dkh,
     rows_dkn, rows_dvb, rows_dvh, rows_dvn, together,
@@ -200,5 +200,6 @@ def attention_backward_kv(
     keys = KeyGradients(DK, DV_OUT, rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn)
     results = BackwardResults(SUMS, keys, ds_desc, stored_tiles)
     run_backward(
-        (q_desc, k_desc, v_desc, do_desc), (lse_desc, delta_desc), bias_descs, results, call
+        (q_desc, k_desc, v_desc, do_desc), (lse_desc, delta_desc, LSE_SHIFT), bias_descs, results,
+        call,
     )

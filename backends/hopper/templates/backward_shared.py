@@ -26,12 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.device.records import (
-    Head, KeyGradients, Origins, Scope, Sizes, Tensor, Visits,
+    Head, KeyGradients, LogSum, Origins, Scope, Sizes, Tensor, Visits,
 )
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    add_to_sums, await_turn, count_turn, count_up, multiply, pack_fields, partial_row_sums,
-    pin_before_wait, places_of, read_field, release, signal_p, slot_of, sync_consumers, wait_for_p,
+    add_to_sums, await_turn, count_turn, count_up, lazy_shift, multiply, pack_fields,
+    partial_row_sums, pin_before_wait, places_of, read_field, release, signal_p, slot_of,
+    sync_consumers, wait_for_p,
 )
 from attndsl.backends.hopper.records import (
     BackwardMemory, BackwardResults, Call, Kept, KeyRows, KeySums, Parts, Ring, Work,
@@ -206,10 +207,10 @@ def keys_of_head(first, numbers, places, kv, origin, ragged, scale, work):
     scope = work.scope
     kv_parts = kv_parts_of_pairs(places, scope)
     away = (places - origin).to(gl.float32)
-    column2 = LOG2E * column_of_score(places, away, kv_parts, scope)
+    column = column_of_score(places, away, kv_parts, scope)
     if HAS_FACTOR:
         scale = scale * factor_of_score(scope)
-    return KeyRows(first, numbers, kv, kv_parts, column2, origin, ragged, scale)
+    return KeyRows(first, numbers, kv, kv_parts, column, origin, ragged, scale)
 
 
 @gluon.jit
@@ -221,7 +222,47 @@ def parts_of_queries(first, work):
 
 
 @gluon.jit
-def weights_of_tile(score, first, parts, lse2, keys, work, PARTIAL: gl.constexpr):
+def place_of_shifts(shifts, head, first, sizes, padded):
+    """Where the shifts of a query tile's ``LogSum`` lie; themselves, where the tile needs them."""
+    found = None
+    if WIDE_LINES or SHIFTED:
+        found = shifts + (head.b * sizes.heads + head.h).to(gl.int64) * padded + first
+    if WIDE_LINES:
+        found = gl.load(found + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES)))
+    return found
+
+
+@gluon.jit
+def exponents_of_tile(final, lse, keys, part):
+    """Logarithms of weights in base 2, dead pairs' too. ``part`` is what scores have of the row.
+
+    ``lse`` has what :func:`place_of_shifts` returns, and the query tile's rests.
+    """
+    factor = OUTER if MODIFIED else keys.scale * OUTER
+    if WIDE_LINES:
+        # What lines add may be so large that differences come first.
+        shift = lse.shift
+        if HAS_ROW:
+            shift = shift - part
+        natural = final * factor
+        if HAS_COLUMN:
+            natural = natural + keys.column[:, None]
+        exponent = (natural - shift[None, :]) * LOG2E - lse.rest[None, :]
+    else:
+        rest = lse.rest
+        if SHIFTED:
+            final = lazy_shift(final, rest, lse.shift, factor)
+        exponent = final * (factor * LOG2E)
+        if HAS_COLUMN:
+            exponent = exponent + (LOG2E * keys.column)[:, None]
+        if HAS_ROW:
+            rest = rest - part * LOG2E
+        exponent = exponent - rest[None, :]
+    return exponent
+
+
+@gluon.jit
+def weights_of_tile(score, first, parts, lse, keys, work, PARTIAL: gl.constexpr):
     """From the tile's k . q: weights, their slopes, and the derivative of the score by its raw one.
 
     A softmax weight's slope is the weight itself, once delta is taken off the weight's gradient.
@@ -233,7 +274,6 @@ def weights_of_tile(score, first, parts, lse2, keys, work, PARTIAL: gl.constexpr
     derivative = 1.0
     if HAS_ROW:
         part = row_of_score(places, keys.origin, parts.q, scope)
-        lse2 = lse2 - part * LOG2E
     if PARTIAL or MODIFIED or HAS_DERIVATIVE or OWN_WEIGHTS:
         q = places[None, :]
         live = (rows < sizes.q_len)[None, :] & (keys.numbers < sizes.kv_len)[:, None]
@@ -255,13 +295,9 @@ def weights_of_tile(score, first, parts, lse2, keys, work, PARTIAL: gl.constexpr
             p = gl.where(live, p, 0.0)
             p_slope = gl.where(live, p_slope, 0.0)
     else:
-        if MODIFIED:
-            exponent = final * (OUTER * LOG2E)
-        else:
-            exponent = score * (keys.scale * (OUTER * LOG2E))
-        if HAS_COLUMN:
-            exponent = exponent + keys.column2[:, None]
-        exponent = exponent - lse2[None, :]
+        exponent = exponents_of_tile(
+            final if MODIFIED else score, lse, keys, part if HAS_ROW else None
+        )
         if PARTIAL and MASKED:
             exponent = gl.where(allowed, exponent, float("-inf"))
         if PARTIAL:

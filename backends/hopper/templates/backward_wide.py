@@ -47,15 +47,18 @@ def add_query_tile(
     shared = memory.ds.data.index(only)
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
     if PART == 0:
+        shift = place_of_shifts(memory.shifts, head, first, sizes, padded)
         mbarrier.wait(memory.q.full.index(stage), phase)
         scoring = multiply(k_tile, q_tile, zeros, HEAD_DIM)
-        lse2 = memory.lse.data.index(stage).load(gl.SliceLayout(0, SCORES))
+        rest = memory.lse.data.index(stage).load(gl.SliceLayout(0, SCORES))
         q_parts = parts_of_queries(first, work)
         score = warpgroup_mma_wait(0, deps=[scoring])
         mbarrier.arrive(memory.q.empty.index(stage), count=1)
         pair_parts = read_bias(PART, tile_index, PARTIAL, memory.bias) if HAS_BIAS else None
         parts = Parts(q_parts, keys.parts, pair_parts)
-        p, p_slope, derivative = weights_of_tile(score, first, parts, lse2, keys, work, PARTIAL)
+        p, p_slope, derivative = weights_of_tile(
+            score, first, parts, LogSum(shift, rest), keys, work, PARTIAL
+        )
         if HAS_BIAS:
             mbarrier.arrive(memory.bias.empty.index(PART), count=1)
         operand = gl.convert_layout(p.to(HALF), OPERAND)

@@ -47,7 +47,7 @@ def attend(
     if HAS_BIAS:
         mbarrier.arrive(memory.bias.empty.index(PART), count=1)
     exact, own, decay, row_max = soften(
-        score, any_live, row_max, rule, factors.factor, PARTIAL, FIXED
+        score, any_live, row_max, rule, factor_of_final(factors), PARTIAL, FIXED
     )
     if EARLY:
         p = pack(exact, HALF)
@@ -94,7 +94,7 @@ def attend_first(
     if HAS_BIAS:
         mbarrier.arrive(memory.bias.empty.index(PART), count=1)
     exact, row_sum, decay, row_max = soften(
-        score, any_live, row_max, rule, factors.factor, True, False
+        score, any_live, row_max, rule, factor_of_final(factors), True, False
     )
     return row_max, row_sum, pack(exact, HALF)
 
@@ -162,7 +162,8 @@ def consume_work(
             fence_async_shared()
         # Dead pairs' scores are infinite, and stay so; what is NaN stays too.
         size = gl.abs(factors.factor)
-        factors = Factors(factors.scale, gl.where(size < TINY, TINY, size), factors.steepness)
+        size = gl.where(size < TINY, TINY, size)
+        factors = Factors(factors.scale, gl.abs(factors.natural), size, factors.steepness)
     row_max, row_sum, p = attend_first(
         PART, tile_index, slot, first_tile, row_max, MaxRule(least_first, uses_fixed_max), rows,
         factors, memory, work,
@@ -201,7 +202,7 @@ def consume_work(
     if PERSISTENT and OWN_OUTPUT:
         # The next work tile's rows of q may come.
         mbarrier.arrive(memory.q.empty.index(PART), count=1)
-    acc, lse, row_sum, p = softmax
+    acc, row_max, row_sum, p = softmax
     last = tiles_before + tiles - 1
     if SKIPS:
         ended = gl.maximum(end_partial, begin_partial + 1)
@@ -222,13 +223,17 @@ def consume_work(
         total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, SCORES))
         if FIXED_MAX:
             # NaN does not fit either.
-            fits = (numbers >= sizes.q_len) | ((total >= LEAST_TOTAL) & (total <= MOST_TOTAL))
+            near = gl.abs(peaks_of(row_max, factor_of_final(factors))) <= FAR
+            fits = near & (total >= LEAST_TOTAL) & (total <= MOST_TOTAL)
+            fits = (numbers >= sizes.q_len) | fits
             lost = uses_fixed_max & (gl.min(fits.to(gl.int32), 0) == 0)
             place = memory.overflowed.index((work_index & 1) * CONSUMERS + PART)
             place.store(pack_fields((lost.to(gl.int32),)))
-        lse, inverse = normalise(total, lse, rows, work)
+        lse, inverse = normalise(total, row_max, rows, factors, work)
+    else:
+        lse = LogSum(row_max, gl.zeros_like(row_max))
     row = (head.b * sizes.heads + head.h).to(gl.int64) * sizes.q_len
-    gl.store(results.lse + row + numbers, lse, mask=numbers < sizes.q_len)
+    store_lse(results.lse, row, lse, numbers, sizes)
     if not HALVED:
         acc = warpgroup_mma_wait(0, deps=[adding])
         if PERSISTENT or SKIPS:

@@ -11,7 +11,7 @@ def attention_forward(
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     #: given
 ):
-    """LSE (batch, heads, q_len) is contiguous fp32.
+    """LSE (2, batch, heads, q_len) is contiguous fp32.
 
     A work tile is one query tile of one head. A program has one, or where PERSISTENT one after the
     other, until all are taken. COUNTER (1) is int32: work tiles taken after each program's first; 0

@@ -13,7 +13,7 @@ section 3.2, a half of a tile at a time.
 #: begin
 @gluon.jit
 def weigh_half(score, row_sum, row_max, factors, q_len):
-    """Packed weights of one half of a FULL tile, relative to ``row_max``; the sums with theirs."""
+    """Packed weights of one half of a FULL tile; the sums with theirs. ``row_max`` is in base 2."""
     if SCALED_FIRST:
         score = score * factors.scale
     p = gl.exp2(score * factors.factor - row_max[:, None])
@@ -35,7 +35,8 @@ def attend_by_halves(first, end, softmax, q_tile, factors, memory, q_len):
     zeros = gl.zeros([ROWS, SIDE], gl.float32, layout=HALF_SCORES)
     acc, row_sum = softmax.acc, softmax.row_sum
     row_max = gl.convert_layout(
-        softmax.row_max, gl.SliceLayout(1, HALF_SCORES), assert_trivial=True
+        peaks_of(softmax.row_max, factors.factor), gl.SliceLayout(1, HALF_SCORES),
+        assert_trivial=True,
     )
     stage, phase = slot_of(first, STAGES)
     before, phase_before = slot_of(first - 1, STAGES)

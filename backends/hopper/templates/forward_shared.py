@@ -16,12 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
 )
 
-from attndsl.backends.device.records import Head, Origins, Scope, Sizes, Visits
+from attndsl.backends.device.records import Head, LogSum, Origins, Scope, Sizes, Visits
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    await_written, count_up, fold_partials, halves, lazy_max, lazy_rescale, max_of_two_rows,
-    mixed_exp2, multiply, pack, pack_fields, partial_row_sums, pin_before_wait, places_of, ramp,
-    ramps, read_field, release, slot_of, unpack, widened,
+    await_written, count_up, fold_partials, halves, lazy_difference, lazy_max, lazy_rescale,
+    max_of_two_rows, mixed_exp2, multiply, pack, pack_fields, partial_row_sums, pin_before_wait,
+    places_of, ramp, ramps, read_field, release, slot_of, unpack, widened,
 )
 from attndsl.backends.hopper.records import (
     Call, Columns, Draw, Factors, ForwardMemory, ForwardResults, MaxRule, Parts, Ring, Rows,
@@ -35,6 +35,8 @@ from attndsl.backends.device.library import head_of, place_of_item, positions, s
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 TINY = tl.constexpr(2.0**-100)
+FAR = tl.constexpr(2.0**10)
+MOST_PEAK = tl.constexpr(2.0**28)
 MOST_TOTAL = tl.constexpr(2.0**48)
 LEAST_TOTAL = tl.constexpr(2.0**-48)
 ROWS = tl.constexpr(BLOCK_M // CONSUMERS)
@@ -79,19 +81,39 @@ def factors_of_scores(scale, work):
     if HAS_FACTOR:
         scale = scale * factor_of_score(scope)
     if SCALED_FIRST:
+        natural = OUTER
         factor = OUTER * LOG2E
     else:
+        natural = scale * OUTER
         factor = scale * (OUTER * LOG2E)
     steepness = 0.0
     if HAS_STEEPNESS:
-        steepness = LOG2E * steepness_of_column(scope)
-    return Factors(scale, factor, steepness)
+        steepness = steepness_of_column(scope)
+    return Factors(scale, natural, factor, steepness)
+
+
+@gluon.jit
+def factor_of_final(factors):
+    """The factor that takes what :func:`final_scores` returns to base 2."""
+    if HAS_COLUMN:
+        factor = LOG2E if WIDE else 1.0
+    else:
+        factor = factors.factor
+    return factor
 
 
 @gluon.jit
 def add_column(score, places, columns, rows, row_max, factors, work, FIXED: gl.constexpr):
-    """Scores in base 2 with what they have of the column alone; FIXED: less the maximum."""
-    factor, steepness = factors.factor, factors.steepness
+    """Scores with what they have of the column alone; FIXED: less the maximum.
+
+    In base 2, unless the column may be so large that it would be infinite there.
+    """
+    IN_BASE_2: gl.constexpr = FIXED or not WIDE
+    factor, steepness = factors.natural, factors.steepness
+    if IN_BASE_2:
+        factor, steepness = factors.factor, factors.steepness * LOG2E
+    if FIXED:
+        peaks = max_of_two_rows(peaks_of(row_max, factor_of_final(factors)))
     first = columns.tile * BLOCK_N
     KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
     if KV_KIND == "index":
@@ -103,13 +125,15 @@ def add_column(score, places, columns, rows, row_max, factors, work, FIXED: gl.c
         away = ramp(begin, 1.0, BLOCK_N, KEYS)
     if HAS_STEEPNESS and KV_KIND != "index":
         if FIXED:
-            column = ramps(begin * steepness - max_of_two_rows(row_max), steepness, BLOCK_N, SCORES)
+            column = ramps(begin * steepness - peaks, steepness, BLOCK_N, SCORES)
         else:
             column = ramp(begin * steepness, steepness, BLOCK_N, KEYS)[None, :]
     else:
-        column = LOG2E * column_of_score(places, away, columns.parts, work.scope)[None, :]
+        column = column_of_score(places, away, columns.parts, work.scope)[None, :]
+        if IN_BASE_2:
+            column = LOG2E * column
         if FIXED:
-            column = column - max_of_two_rows(row_max)[:, None]
+            column = column - peaks[:, None]
     return score * factor + column
 
 
@@ -119,7 +143,7 @@ def final_scores(
 ):
     """Scores of one tile without what varies with the row alone; -inf for pairs that take no part.
 
-    In base 2 where a column's part has been added, else yet to be multiplied by the factor.
+    Yet to be multiplied by :func:`factor_of_final`.
     Of programs with weights of their own, these, 0 for such pairs; and 0 for rows with others.
     """
     any_live = 0.0
@@ -162,8 +186,9 @@ def soften(
 ):
     """Weights of one tile; their sums, decay, new maximum, which is at least ``rule.least_max``.
 
-    FIXED: they are relative to the maximum so far, and may be larger than 1. Where columns have a
-    part, it is without that maximum, which a thread's two rows share if ``rule.uses_fixed_max``.
+    ``factor`` takes scores to base 2, and maxima too if they are WIDE. FIXED: weights are relative to the maximum so
+    far, and may be larger than 1. Where columns have a part, scores are without that maximum, which
+    a thread's two rows share if ``rule.uses_fixed_max``.
     """
     if OWN_WEIGHTS:
         p = score
@@ -178,34 +203,85 @@ def soften(
         decay, new_max = 1.0, row_max
     elif FIXED:
         if not HAS_COLUMN:
-            score = score * factor - row_max[:, None]
+            score = score * factor - peaks_of(row_max, factor)[:, None]
         p = gl.exp2(score)
         decay, new_max = 1.0, row_max
     else:
         highest = gl.max(score, 1)
-        if not HAS_COLUMN:
+        if not (WIDE or HAS_COLUMN):
             highest = highest * factor
         if FIXED_MAX:
             highest = gl.maximum(highest, rule.least_max)
             if HAS_COLUMN:
                 highest = gl.where(rule.uses_fixed_max, max_of_two_rows(highest), highest)
-        new_max = lazy_max(row_max, highest) if LAZY else gl.maximum(row_max, highest)
-        shift = new_max
-        if (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN:
-            shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-        if HAS_COLUMN:
-            p = gl.exp2(score - shift[:, None])
+        if WIDE:
+            new_max = gl.maximum(row_max, highest)
+            top = gl.where(new_max == float("-inf"), 0.0, new_max)
+            # One multiply-add takes off a maximum in base 2. Its rounding error would be a factor
+            # of all weights of a row that is far from 0, so there the maximum is taken off first.
+            shift = top * factor
+            far = gl.abs(shift) > FAR
+            score = lazy_difference(score, gl.where(far, top, 0.0))
+            p = gl.exp2(score * factor - gl.where(far, 0.0, shift)[:, None])
+            decay = gl.exp2((row_max - top) * factor)
         else:
-            p = gl.exp2(score * factor - shift[:, None])
-        decay = gl.exp2(row_max - shift)
+            new_max = lazy_max(row_max, highest) if LAZY else gl.maximum(row_max, highest)
+            shift = new_max
+            if (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN:
+                shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+            if HAS_COLUMN:
+                p = gl.exp2(score - shift[:, None])
+            else:
+                p = gl.exp2(score * factor - shift[:, None])
+            decay = gl.exp2(row_max - shift)
     return p, partial_row_sums(p), decay, new_max
 
 
 @gluon.jit
-def normalise(total, row_max, rows, work):
+def natural_peak(row_max, factors):
+    """What the weights of rows are relative to, in natural units; and what rounding took from it."""
+    found, lost = row_max, 0.0
+    if WIDE:
+        factor = factor_of_final(factors)
+        natural = 1.0 if HAS_COLUMN else factors.natural
+        # See ``soften``.
+        peak = row_max * factor
+        far = gl.abs(peak) > FAR
+        peak = gl.where(far, row_max, peak)
+        # From base 2 to natural units, and what rounding takes from that.
+        usual = natural / factor
+        ratio = gl.where(far, natural, usual)
+        ratio_lost = gl.where(far, 0.0, gl.fma(-usual, factor, natural) / factor)
+        found = peak * ratio
+        lost = gl.fma(peak, ratio, -found) + peak * ratio_lost
+        lost = gl.where(gl.abs(found) < float("inf"), lost, 0.0)
+    elif not BOUNDED:
+        # Beyond, rounding errors of maxima are exponents that weights have no room for.
+        too_far = (gl.abs(row_max) > MOST_PEAK) & (gl.abs(row_max) < float("inf"))
+        found = gl.where(too_far, float("nan"), row_max * LN2)
+    return found, lost
+
+
+@gluon.jit
+def peaks_of(row_max, factor):
+    """Maxima in base 2."""
+    return row_max * factor if WIDE else row_max
+
+
+@gluon.jit
+def store_lse(pointer, row, lse, numbers, sizes):
+    """Store the ``LogSum`` of a head's rows, the first of which is number ``row`` of all."""
+    inside = numbers < sizes.q_len
+    rests = (gl.to_tensor(sizes.batch) * sizes.heads).to(gl.int64) * sizes.q_len
+    gl.store(pointer + row + numbers, lse.shift, mask=inside)
+    gl.store(pointer + rests + row + numbers, lse.rest, mask=inside)
+
+
+@gluon.jit
+def normalise(total, row_max, rows, factors, work):
     """Log-sum-exp of each row, and the factor of sums by its weights, from these and its maximum.
 
-    A row with no live pair gives zeros and a log-sum-exp of -inf.
+    A row with no live pair gives zeros and a log-sum-exp of -inf, whose rest is 0.
     """
     scope = work.scope
     empty = total == 0.0
@@ -213,23 +289,30 @@ def normalise(total, row_max, rows, work):
         part = row_of_score(rows.places, rows.origin, rows.parts, scope)
         empty = empty | (part == float("-inf"))
     decay = 1.0
+    peak, lost = natural_peak(row_max, factors)
     if HAS_SINK:
-        sink = LOG2E * sink_of_head(scope)
+        sink = sink_of_head(scope)
         if HAS_ROW:
             # Weights are without the row's part, so that their sums are.
-            sink = sink - LOG2E * part
-        top = gl.where(empty, 0.0, gl.maximum(row_max, sink))
-        decay = gl.exp2(row_max - top)
-        total = total * decay + gl.exp2(sink - top)
-        row_max = gl.where(empty, row_max, top)
+            sink = sink - part
+        top = gl.where(empty, 0.0, gl.maximum(peak, sink))
+        decay = gl.exp2((peak - top + lost) * LOG2E)
+        total = total * decay + gl.exp2((sink - top) * LOG2E)
+        peak, lost = gl.where(empty, peak, top), 0.0
     total = gl.where(empty, 1.0, total)
-    lse = row_max * LN2 + gl.log(total)
+    rest = gl.log(total) + lost
     inverse = decay / total
     if HAS_ROW:
-        lse = lse + part
+        # A sum and what rounding takes from it: D. Knuth, TAOCP, vol. 2, 4.2.2.
+        whole = peak + part
+        own = whole - part
+        rest = rest + ((peak - own) + (part - (whole - own)))
+        peak = whole
         # Infinite and NaN parts do to their rows what they would do to all their pairs.
         inverse = gl.where(gl.abs(part) < float("inf"), inverse, float("nan"))
         inverse = gl.where(empty, 0.0, inverse)
     if HAS_ROW or BOUNDED:
-        lse = gl.where(empty, float("-inf"), lse)
-    return lse, inverse
+        peak = gl.where(empty, float("-inf"), peak)
+    if HAS_ROW:
+        rest = gl.where(gl.abs(peak) < float("inf"), rest, 0.0)
+    return LogSum(peak, rest), inverse

@@ -84,7 +84,8 @@ def attend(
         p_tangent = gl.where(p_tangent == 0.0, 0.0, p_tangent * slope)
     score, any_live = final_scores(score, rows, columns, row_max, factors, work, PARTIAL, False)
     p, own, decay, row_max = soften(
-        score, any_live, row_max, MaxRule(float("-inf"), False), factors.factor, PARTIAL, False
+        score, any_live, row_max, MaxRule(float("-inf"), False), factor_of_final(factors), PARTIAL,
+        False,
     )
     if EARLY:
         packed = pack(p, HALF)
@@ -196,9 +197,9 @@ def consume_work(
         mbarrier.arrive(memory.q.empty.index(PART), count=1)
     total, sum_tangent = whole(state.row_sum), whole(state.row_sum_tangent)
     common = whole(state.rounded)
-    lse, inverse = normalise(total, state.row_max, rows, work)
+    lse, inverse = normalise(total, state.row_max, rows, factors, work)
     row = (head.b * sizes.heads + head.h).to(gl.int64) * sizes.q_len
-    gl.store(results.lse + row + numbers, lse, mask=numbers < sizes.q_len)
+    store_lse(results.lse, row, lse, numbers, sizes)
     gl.store(results.lse_tangent + row + numbers, sum_tangent * inverse, mask=numbers < sizes.q_len)
     store_outputs(PART, state, inverse, common, first, results, memory, head)
     return tiles_before + visits.partial + visits.full

@@ -10,7 +10,7 @@ def add_query_tile(
 ):
     """Add one query tile's part to dK (before the scale), to dV, and to columns' sums.
 
-    Tiles are (keys, queries) here. ``operands`` has the log-sum-exp, of all heads, in base 2.
+    Tiles are (keys, queries) here. ``operands`` has the ``LogSum`` of all heads.
     """
     head, sizes = scope.head, scope.sizes
     dk, dv, sums = grads
@@ -20,11 +20,13 @@ def add_query_tile(
     checked: tl.constexpr = PARTIAL or RAGGED_FULL
     q_tile = load_tile(operands.q, corner.q, sizes.q_len, D, BLOCK_M, BLOCK_D, checked)
     of_head = statistics_rows(head.b * sizes.heads + head.h, sizes.q_len)
-    lse2 = tl.load(operands.lse + of_head + rows)
+    shift = tl.load(operands.lse.shift + of_head + rows)
+    rest = tl.load(operands.lse.rest + of_head + rows)
     q = positions(rows, sizes.q_len, q_origin, Q_KIND)[None, :]
     s = dot(k_tile, tl.trans(q_tile), PRECISION, UPCAST)
     pairs = Pairs(q, key_tile.places, (rows < sizes.q_len)[None, :], key_tile.exists[:, None])
-    weights = weights_of_tile(s, pairs, lse2[None, :], scale, scope, PARTIAL)
+    lse = LogSum(shift[None, :], rest[None, :])
+    weights = weights_of_tile(s, pairs, lse, scale, scope, PARTIAL)
     do_tile = load_tile(operands.do, corner.q, sizes.q_len, DV, BLOCK_M, BLOCK_DV, checked)
     dp = dot(v_tile, tl.trans(do_tile), PRECISION, UPCAST)
     delta = tl.load(operands.delta + of_head + rows)
@@ -58,7 +60,7 @@ def add_query_tile(
 
 @triton.jit
 def attention_backward_kv(
-    Q, K, V, DOUT, DK, DV_OUT, LSE2, DELTA,
+    Q, K, V, DOUT, DK, DV_OUT, LSE_SHIFT, LSE_REST, DELTA,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_gb, stride_gh, stride_gm,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
@@ -100,7 +102,7 @@ def attention_backward_kv(
         operands = Operands(
             rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), b, h), k, v,
             rows_of(Tensor(DOUT, stride_gb, stride_gh, stride_gm), b, h),
-            LSE2, DELTA,
+            LogSum(LSE_SHIFT, LSE_REST), DELTA,
         )
         # What is summed along columns is one head's.
         grads = dk, dv, no_sums()

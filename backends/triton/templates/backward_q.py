@@ -35,8 +35,8 @@ def add_key_tile(grads, query, kv_tile, keys, scale, scope, PARTIAL: tl.constexp
     pairs = Pairs(
         query.places, kv, query.exists[:, None], (columns < sizes.kv_len)[None, :]
     )
-    lse2 = query.lse2[:, None]
-    weights = weights_of_tile(s, pairs, lse2, scale, scope, PARTIAL)
+    lse = LogSum(query.lse.shift[:, None], query.lse.rest[:, None])
+    weights = weights_of_tile(s, pairs, lse, scale, scope, PARTIAL)
     dp = dot(query.do, tl.trans(v_tile), PRECISION, UPCAST)
     exists = weights.live & query.exists[:, None] & (columns < sizes.kv_len)[None, :]
     if HAS_DROPOUT:
@@ -59,7 +59,7 @@ def add_key_tile(grads, query, kv_tile, keys, scale, scope, PARTIAL: tl.constexp
 
 @triton.jit
 def attention_backward_q(
-    Q, K, V, DOUT, DQ, LSE2, DELTA,
+    Q, K, V, DOUT, DQ, LSE_SHIFT, LSE_REST, DELTA,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_gb, stride_gh, stride_gm,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
@@ -96,9 +96,11 @@ def attention_backward_q(
     do = rows_of(Tensor(DOUT, stride_gb, stride_gh, stride_gm), head.b, head.h)
     do_tile = load_tile(do, first, q_len, DV, BLOCK_M, BLOCK_DV, True)
     of_head = statistics_rows(head_of_batch, q_len)
-    lse2 = tl.load(LSE2 + of_head + rows, mask=rows < q_len, other=float("inf"))
+    lse_shift = tl.load(LSE_SHIFT + of_head + rows, mask=rows < q_len, other=float("inf"))
+    lse_rest = tl.load(LSE_REST + of_head + rows, mask=rows < q_len, other=0.0)
     delta = tl.load(DELTA + of_head + rows, mask=rows < q_len, other=0.0)
-    query = QueryTile(q_tile, do_tile, lse2, delta, first, q, rows < q_len)
+    lse = LogSum(lse_shift, lse_rest)
+    query = QueryTile(q_tile, do_tile, lse, delta, first, q, rows < q_len)
     grads = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), no_sums()
     visits = q_pass_visits(tile, shift, scope)
     for PARTIAL in tl.static_range(2):

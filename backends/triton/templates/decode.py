@@ -19,14 +19,14 @@ def attend_keys(softmax, q_tile, q, kv_tile, keys, factors, scope, PARTIAL: tl.c
 def store_rows(softmax, out, lse, rows, places):
     """Write a tile's output and log-sum-exp."""
     head, sizes = places.scope.head, places.scope.sizes
-    result, logarithm = results_of(softmax, places.scope_of_rows)
+    result, own_lse = results_of(softmax, places.factors.scale, places.scope_of_rows)
     if MARKED:
         result = tl.where(places.wrong, float("nan"), result)
-        logarithm = tl.where(places.wrong, float("nan"), logarithm)
+        own_lse = LogSum(tl.where(places.wrong, float("nan"), own_lse.shift), own_lse.rest)
     places, exist = addresses_of(out, head.b, rows, DV, BLOCK_DV)
     tl.store(places, result.to(out.base.dtype.element_ty), mask=exist)
     line = (head.b * sizes.heads + rows.h).to(tl.int64) * sizes.q_len + rows.query
-    tl.store(lse + line, logarithm, mask=rows.exists)
+    store_log_sum(lse, line, own_lse, sizes, rows.exists)
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def attention_decode(
 ):
     """One program: one part of the keys of ``members`` heads and BLOCK_M queries.
 
-    Programs are numbered by part, by heads and queries, and by batch entry. LSE (batch, heads,
+    Programs are numbered by part, by heads and queries, and by batch entry. LSE (2, batch, heads,
     q_len) is contiguous fp32. A unit is the rows of one tile. PARTS has (units, parts, LINES,
     BLOCK_DV), then twice (units, parts, LINES), all fp32. COUNTS int32 is 0 before and
     after: as many for each unit as ``counts_of_unit`` says.
@@ -86,9 +86,10 @@ def attention_decode(
     else:
         factor = scale * LOG2E
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
-    places = UnitPlaces(tile, scope, scope_of_rows, 0, wrong)
+    factors = Factors(scale, factor)
+    places = UnitPlaces(tile, scope, scope_of_rows, factors, 0, wrong)
     softmax = attend_part(
-        empty_softmax(ROWS), q_tile, q, keys, Factors(scale, factor), visits, part, places, shift
+        empty_softmax(ROWS), q_tile, q, keys, factors, visits, part, places, shift
     )
     out = Tensor(OUT, stride_ob, stride_oh, stride_om)
     if parts == 1:

@@ -53,8 +53,8 @@ def distances(
     So they can be added up as they are; only their sum is summed along its own diagonals. BLOCK_M
     is a multiple of BLOCK_N, and a step along the diagonal is BLOCK_M queries and keys.
     DISTANCE_SUMS (batch * heads, diagonals of tiles, BLOCK_M + BLOCK_N) are of q - kv from
-    1 - BLOCK_N on, relative to the diagonal's first pair; the last is not used. LSE (batch * heads,
-    q_len) is in base e, DELTA padded as ``statistics_rows`` says.
+    1 - BLOCK_N on, relative to the diagonal's first pair; the last is not used. LSE (2, batch * heads,
+    q_len) is a ``LogSum``, DELTA padded as ``statistics_rows`` says.
     """
     sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
     origins = Origins(q_origin, kv_origin)

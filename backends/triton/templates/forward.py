@@ -28,7 +28,7 @@ def attention_forward(
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     #: given
 ):
-    """One program: one query tile of one head. LSE (batch, heads, q_len) is contiguous fp32."""
+    """One program: one query tile of one head. LSE (2, batch, heads, q_len) is contiguous fp32."""
     sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
     origins = Origins(q_origin, kv_origin)
     given = Given(
@@ -71,7 +71,8 @@ def attention_forward(
                 )
                 kv_tile = forward_tile(step + 1, visits, tile, shift, scope, PARTIAL)
 
-    out_tile, lse = results_of(softmax, scope)
+    out_tile, lse = results_of(softmax, scale, scope)
     out = rows_of(Tensor(OUT, stride_ob, stride_oh, stride_om), head.b, head.h)
     store_tile(out, first, q_len, out_tile, DV, BLOCK_M, BLOCK_DV)
-    tl.store(LSE + head_of_batch.to(tl.int64) * q_len + rows, lse, mask=rows < q_len)
+    line = head_of_batch.to(tl.int64) * q_len + rows
+    store_log_sum(LSE, line, lse, sizes, rows < q_len)

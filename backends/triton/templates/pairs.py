@@ -32,8 +32,8 @@ def pairs(
     """One program: one tile of what is told apart, over a part of what is not.
 
     Told apart are ``batch / rest_batches`` batch entries and ``heads / rest_heads`` heads; what is
-    not told apart is gone through in order, a ``parts``-th of it here. LSE (batch * heads, q_len)
-    is in base e, DELTA padded as ``statistics_rows`` says.
+    not told apart is gone through in order, a ``parts``-th of it here. LSE (2, batch * heads, q_len)
+    is a ``LogSum``, DELTA padded as ``statistics_rows`` says.
     """
     sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
     origins = Origins(q_origin, kv_origin)

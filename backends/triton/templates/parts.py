@@ -123,7 +123,7 @@ def store_lines(softmax, room, lines, exists):
 
 
 @triton.jit
-def merged(room, numbers, parts, exists):
+def merged(room, numbers, parts, factor, exists):
     """The running softmax of some of a tile's rows over ``parts``, in the order of their numbers.
 
     Other processors have written them: loads go past the cache of this one. All loads of
@@ -148,19 +148,20 @@ def merged(room, numbers, parts, exists):
                 row_max = tl.load(
                     room.row_maxes + lines, mask=there, other=float("-inf"), cache_modifier=".cg"
                 )
-                softmax = with_part(softmax, Softmax(acc, row_sum, row_max))
+                softmax = with_part(softmax, Softmax(acc, row_sum, row_max), factor)
     return softmax
 
 
 @triton.jit
-def with_part(softmax, part):
-    """The running softmax of some rows with one part more."""
+def with_part(softmax, part, factor):
+    """The running softmax of some rows with one part more; ``factor`` takes maxima to base 2."""
     top = tl.maximum(softmax.row_max, part.row_max)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    decay, factor = tl.exp2(softmax.row_max - shift), tl.exp2(part.row_max - shift)
+    decay = tl.exp2((softmax.row_max - shift) * factor)
+    own = tl.exp2((part.row_max - shift) * factor)
     return Softmax(
-        softmax.acc * decay[:, None] + part.acc * factor[:, None],
-        softmax.row_sum * decay + part.row_sum * factor,
+        softmax.acc * decay[:, None] + part.acc * own[:, None],
+        softmax.row_sum * decay + part.row_sum * own,
         top,
     )
 
@@ -182,7 +183,7 @@ def merge_group(room, parts, places, members):
     for line in tl.range(0, LINES, LINES_AT_ONCE):
         numbers = line + tl.arange(0, LINES_AT_ONCE)
         exists = packed_rows(numbers, places.tile * BLOCK_M, head.h, members, sizes).exists
-        softmax = merged(room, numbers, parts, exists)
+        softmax = merged(room, numbers, parts, places.factors.of_scores, exists)
         # Threads write other elements than they have read.
         tl.debug_barrier()
         store_lines(softmax, room, parts.first * LINES + numbers, exists)
@@ -235,7 +236,9 @@ def store_merged(room, parts, out, lse, places, members):
     for line in tl.range(0, LINES, LINES_AT_ONCE):
         numbers = line + tl.arange(0, LINES_AT_ONCE)
         rows = packed_rows(numbers, places.tile * BLOCK_M, head.h, members, scope.sizes)
-        softmax = merged(room, numbers, parts, rows.exists)
+        softmax = merged(room, numbers, parts, places.factors.of_scores, rows.exists)
         of_rows = Scope(Head(head.b, rows.h[:, None], head.hkv), scope.sizes, scope.given)
-        own = UnitPlaces(places.tile, scope, of_rows, places.token, places.wrong)
+        own = UnitPlaces(
+            places.tile, scope, of_rows, places.factors, places.token, places.wrong
+        )
         store_rows(softmax, out, lse, rows, own)

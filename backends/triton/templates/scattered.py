@@ -15,7 +15,7 @@ def scattered(
     """One program: one query tile of one head.
 
     It either finds the greatest of its rows' sums of sizes (``scattered.py`` in the package of
-    kernels says what for), or adds to integers. LSE (batch * heads, q_len) is in base e, DELTA
+    kernels says what for), or adds to integers. LSE (2, batch * heads, q_len) is a ``LogSum``, DELTA
     padded as ``statistics_rows`` says.
     """
     sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)

@@ -133,11 +133,11 @@ def attend_keys(softmax, q_tile, q, kv_tile, keys, factors, scope, PARTIAL: tl.c
 @triton.jit
 def store_rows(softmax, out, lse, rows, places):
     """Write a tile's output and log-sum-exp, (tokens, heads)."""
-    result, logarithm = results_of(softmax, places.scope_of_rows)
+    result, own_lse = results_of(softmax, places.factors.scale, places.scope_of_rows)
     at, exist = addresses_of(out, places.token, rows, DV, BLOCK_DV)
     tl.store(at, result.to(out.base.dtype.element_ty), mask=exist)
     line = (places.token + rows.query) * places.scope.sizes.heads + rows.h
-    tl.store(lse + line, logarithm, mask=rows.exists)
+    tl.store(lse + line, own_lse.shift + own_lse.rest, mask=rows.exists)
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def clear_tokens(requests, out, lse, number, programs, sizes):
 
 @triton.jit
 def attention_serve(
-    Q, K_PAGES, V_PAGES, OUT, LSE, PARTS, COUNTS, TABLE, LENGTHS, STARTS, K_SCALE, V_SCALE,
+    Q, K_PAGES, V_PAGES, OUT, LSE_OF_TOKENS, PARTS, COUNTS, TABLE, LENGTHS, STARTS, K_SCALE, V_SCALE,
     stride_qh, stride_qm, stride_oh, stride_om,
     step_kp, step_kn, step_kh, step_vp, step_vn, step_vh,
     step_ap, step_an, step_ah, step_bp, step_bn, step_bh, step_tb, step_tp, step_l, step_s,
@@ -197,7 +197,7 @@ def attention_serve(
     Programs are numbered by part, by heads and queries, and by request. Those behind the last
     request clear tokens. ``q_len`` is the most queries of a request, ``kv_len`` the most keys. If
     ``chunk_len`` is more, results of requests with more than ``q_len`` queries, and up to so many,
-    are there already. LSE
+    are there already. LSE_OF_TOKENS
     (tokens, heads) is contiguous fp32. PARTS and COUNTS are those of ``attention_decode``.
     """
     number = tl.program_id(0)
@@ -211,7 +211,7 @@ def attention_serve(
     if b == batch:
         kept = RequestTokens(STARTS, step_s, tokens, tl.maximum(q_len, chunk_len))
         clear_tokens(
-            kept, out, LSE, number * tl.num_programs(1) + tl.program_id(1),
+            kept, out, LSE_OF_TOKENS, number * tl.num_programs(1) + tl.program_id(1),
             tl.num_programs(0) * tl.num_programs(1), Sizes(batch, heads, kv_heads, q_len, kv_len),
         )
         return
@@ -272,18 +272,18 @@ def attention_serve(
     if K_IN_FP16:
         q_tile, of_rows = rows_in_fp16(q_tile)
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
-    places = UnitPlaces(tile, scope, scope_of_rows, begin, False)
     factors = RowFactors(scale, factor, of_rows)
+    places = UnitPlaces(tile, scope, scope_of_rows, factors, begin, False)
     softmax = attend_part(
         empty_softmax(ROWS), q_tile, q, keys, factors, visits, part, places, shift
     )
     if V_SCALES != 0 and V_SCALES != 4:
         softmax = Softmax(softmax.acc * keys.v.scale, softmax.row_sum, softmax.row_max)
     if parts == 1:
-        store_rows(softmax, out, LSE, rows, places)
+        store_rows(softmax, out, LSE_OF_TOKENS, rows, places)
         return
     unit = b * tl.num_programs(1) + tl.program_id(1)
     room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
     store_part(softmax, room, number, rows.exists)
     counts = counts_of_unit(COUNTS, unit, tl.num_programs(0))
-    put_together(room, counts, number, parts, out, LSE, places, members)
+    put_together(room, counts, number, parts, out, LSE_OF_TOKENS, places, members)

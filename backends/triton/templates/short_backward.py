@@ -32,15 +32,13 @@ def query_tile(operands, out, dlse, first, head_of_batch, q_origin, sizes):
     do = load_tile(operands.do, first, sizes.q_len, DV, BLOCK_M, BLOCK_DV, True)
     out_tile = load_tile(out, first, sizes.q_len, DV, BLOCK_M, BLOCK_DV, True)
     row = head_of_batch.to(tl.int64) * sizes.q_len + rows
-    lse = tl.load(operands.lse + row, mask=exists, other=0.0)
+    lse = load_log_sum(operands.lse, row, plane_of(sizes), exists)
     delta = tl.sum(out_tile.to(tl.float32) * do.to(tl.float32), 1)
     delta -= tl.load(dlse.base + row, mask=rows < sizes.q_len * dlse.stride, other=0.0)
-    empty = (lse == float("-inf")) | (rows >= sizes.q_len)
-    lse2 = tl.where(empty, float("inf"), lse * LOG2E)
-    delta = tl.where(empty, 0.0, delta)
+    delta = tl.where(lse.shift == float("inf"), 0.0, delta)
     tl.store(operands.delta + statistics_rows(head_of_batch, sizes.q_len) + rows, delta)
     places = positions(rows, sizes.q_len, q_origin, Q_KIND)
-    return QueryTile(q, do, lse2, delta, first, places, exists)
+    return QueryTile(q, do, lse, delta, first, places, exists)
 
 
 @triton.jit
@@ -53,7 +51,8 @@ def add_piece(grads, query, piece, scale, scope, NUMBER: tl.constexpr):
     pairs = Pairs(
         query.places[:, None], piece.places[None, :], query.exists[:, None], piece.exists[None, :]
     )
-    weights = weights_of_tile(s, pairs, query.lse2[:, None], scale, scope, PARTIAL)
+    lse = LogSum(query.lse.shift[:, None], query.lse.rest[:, None])
+    weights = weights_of_tile(s, pairs, lse, scale, scope, PARTIAL)
     dp = dot(query.do, tl.trans(piece.v), PRECISION, UPCAST)
     kept = weights.p
     if HAS_DROPOUT:
@@ -96,7 +95,7 @@ def attention_short_backward(
 ):
     """One program: dK and dV of one head of keys, and dQ of the query heads that share it.
 
-    Rows of gradients are ``rows_...`` apart. LSE and DLSE are (batch, heads, q_len), contiguous, and
+    Rows of gradients are ``rows_...`` apart. LSE is (2, batch, heads, q_len), DLSE (batch, heads, q_len), both contiguous, and
     DLSE is read if ``has_dlse`` is 1. DELTA is padded (``statistics_rows``).
     """
     sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)

@@ -38,7 +38,7 @@ def attention_short_forward(
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, part_rows,
     #: given
 ):
-    """One program: ``part_rows`` rows of one head. LSE (batch, heads, q_len) is contiguous fp32."""
+    """One program: ``part_rows`` rows of a head. LSE (2, batch, heads, q_len) is contiguous."""
     sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
     given = Given(
         #: given
@@ -81,6 +81,7 @@ def attention_short_forward(
             softmax = attend_piece(softmax, q_tile, first, q, second, scale, factor, scope, 1)
         if PIECES > 2:
             softmax = attend_piece(softmax, q_tile, first, q, third, scale, factor, scope, 2)
-        out_tile, lse = results_of(softmax, scope)
+        out_tile, lse = results_of(softmax, scale, scope)
         store_tile(out, first, q_len, out_tile, DV, BLOCK_M, BLOCK_DV)
-        tl.store(LSE + (b * heads + h).to(tl.int64) * q_len + rows, lse, mask=rows < q_len)
+        line = (b * heads + h).to(tl.int64) * q_len + rows
+        store_log_sum(LSE, line, lse, sizes, rows < q_len)

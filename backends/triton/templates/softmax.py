@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.device.records import (
-    Columns, EveryPart, Factors, Head, Keys, Origins, PackedRows, PagedKeys, PageOfKeys, PageRows,
+    Columns, EveryPart, Factors, Head, Keys, LogSum, Origins, PackedRows, PagedKeys, PageOfKeys, PageRows,
     PartOfTiles, PartsRoom, Piece, RequestTokens, RowFactors, Scope, Sizes, Softmax, Tensor,
     UnitPlaces, Visits,
 )
@@ -19,7 +19,8 @@ from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
 )
 from attndsl.backends.device.library import (
-    dot, dot_add, head_of, load_tile, place_of_item, positions, rows_of, shift_of, store_tile,
+    dot, dot_add, head_of, load_tile, place_of_item, positions, rows_of, shift_of, store_log_sum,
+    store_tile,
 )
 
 #: imports
@@ -36,18 +37,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 def rescale(s, softmax, factor, PARTIAL: tl.constexpr, FIRST: tl.constexpr):
     """A tile's weights before the division, and the running sums scaled down to its maximum.
 
-    There are no sums before the FIRST tile.
+    There are no sums before the FIRST tile. The maximum is taken off before ``factor`` takes scores
+    to base 2: the rounding error of a large one times ``factor`` would change all weights.
     """
-    row_max = tl.max(s, 1) * factor
+    row_max = tl.max(s, 1)
     if not FIRST:
         row_max = tl.maximum(softmax.row_max, row_max)
     shift = row_max
     if (PARTIAL and MASKED) or MODIFIED:
         shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-    p = tl.exp2(s * factor - shift[:, None])
+    p = tl.exp2((s - shift[:, None]) * factor)
     if FIRST:
         return p, Softmax(softmax.acc, tl.sum(p, 1), row_max)
-    decay = tl.exp2(softmax.row_max - shift)
+    decay = tl.exp2((softmax.row_max - shift) * factor)
     row_sum = softmax.row_sum * decay + tl.sum(p, 1)
     return p, Softmax(softmax.acc * decay[:, None], row_sum, row_max)
 
@@ -89,23 +91,30 @@ def weigh(
 @triton.jit
 def with_sink(softmax, empty, scope):
     """The running softmax with the head's sink in its denominator, where rows have live pairs."""
-    sink = LOG2E * sink_of_head(scope)
+    sink = sink_of_head(scope)
     top = tl.where(empty, 0.0, tl.maximum(softmax.row_max, sink))
-    decay = tl.exp2(softmax.row_max - top)
-    row_sum = softmax.row_sum * decay + tl.exp2(sink - top)
+    decay = tl.exp2((softmax.row_max - top) * LOG2E)
+    row_sum = softmax.row_sum * decay + tl.exp2((sink - top) * LOG2E)
     acc = softmax.acc * decay[:, None]
     return Softmax(acc, row_sum, tl.where(empty, softmax.row_max, top))
 
 
 @triton.jit
-def results_of(softmax, scope):
-    """A query tile's output and log-sum-exp.
+def results_of(softmax, scale, scope):
+    """A query tile's output, and its ``LogSum``: the greatest score and what is added to it.
 
     A row with no live pair gives zeros and a log-sum-exp of -inf. Weights of the program's own are
     not divided by anything.
     """
     empty = softmax.row_sum == 0.0
+    peak = softmax.row_max
+    lost = 0.0
+    if not SCALED_FIRST:
+        peak = peak * scale
+        # What rounding took from the product.
+        lost = tl.where(empty, 0.0, tl.fma(softmax.row_max, scale, -peak))
+    softmax = Softmax(softmax.acc, softmax.row_sum, peak)
     if HAS_SINK:
         softmax = with_sink(softmax, empty, scope)
     row_sum = tl.where(empty, 1.0, softmax.row_sum)
-    return softmax.acc / row_sum[:, None], softmax.row_max * LN2 + tl.log(row_sum)
+    return softmax.acc / row_sum[:, None], LogSum(softmax.row_max, tl.log(row_sum) + lost)

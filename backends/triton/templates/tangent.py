@@ -78,7 +78,8 @@ def add_key_tile(
     pairs = Pairs(
         query.places, kv, query.exists[:, None], (columns < sizes.kv_len)[None, :]
     )
-    weights = weights_of_tile(s, pairs, query.lse2[:, None], scale, scope, PARTIAL)
+    lse = LogSum(query.lse.shift[:, None], query.lse.rest[:, None])
+    weights = weights_of_tile(s, pairs, lse, scale, scope, PARTIAL)
     p = weights.p
     moved = 0.0
     if HAS_TANGENT_WEIGHTS:
@@ -113,7 +114,7 @@ def attention_tangent(
     """One program: one query tile of one head.
 
     OUT and OUT_MOVED are (batch, heads, q_len, DV), their rows ``rows_ob``, ``rows_oh`` and
-    ``rows_om`` apart. LSE and LSE_MOVED (batch, heads, q_len) are contiguous, LSE in base e. Of
+    ``rows_om`` apart. LSE (2, batch, heads, q_len), LSE_MOVED (batch, heads, q_len) contiguous. Of
     Q_MOVED, K_MOVED and V_MOVED those are read that move.
     """
     sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
@@ -148,16 +149,14 @@ def attention_tangent(
         q_moved_rows = rows_of(Tensor(Q_MOVED, stride_tqb, stride_tqh, stride_tqm), head.b, head.h)
         q_moved = load_tile(q_moved_rows, first, q_len, D, BLOCK_M, BLOCK_D, True)
     lse_head = LSE + head_of_batch.to(tl.int64) * q_len
-    lse = tl.load(lse_head + rows, mask=rows < q_len, other=float("-inf"))
-    # Rows with no live pair have weights of 0.
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    lse = load_log_sum(lse_head, rows, plane_of(sizes), rows < q_len)
     tangents = (
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
     )
     # dO and delta are a backward's.
-    query = QueryTile(q_tile, 0.0, lse2, 0.0, first, q, rows < q_len)
+    query = QueryTile(q_tile, 0.0, lse, 0.0, first, q, rows < q_len)
     visits = q_pass_visits(tile, shift, scope)
     for PARTIAL in tl.static_range(2):
         if (PARTIAL and Q_PASS_HAS_PARTIAL) or (not PARTIAL and Q_PASS_HAS_FULL):
@@ -171,7 +170,7 @@ def attention_tangent(
     if HAS_TANGENT_SINK:
         sink = sink_of_head(scope)
         sink_moved = moved_sink_of_head(scope)
-        sink_weight = tl.exp2(sink * LOG2E - lse2)
+        sink_weight = tl.exp2((sink - lse.shift) * LOG2E - lse.rest)
         sink_part = tl.where(sink_weight == 0.0, 0.0, sink_weight * sink_moved)
         dlse += sink_part
         rounded += sink_part

@@ -30,7 +30,8 @@ def add_pairs(sums, query, keys, scale, scope, PARTIAL: tl.constexpr):
     # Both before what takes either, so that the second runs meanwhile.
     s = dot(query.q, tl.trans(keys.k), PRECISION, UPCAST)
     dp = dot(query.do, tl.trans(keys.v), PRECISION, UPCAST)
-    weights = weights_of_tile(s, pairs, query.lse2[:, None], scale, scope, PARTIAL)
+    lse = LogSum(query.lse.shift[:, None], query.lse.rest[:, None])
+    weights = weights_of_tile(s, pairs, lse, scale, scope, PARTIAL)
     live = weights.live
     if HAS_DROPOUT:
         drop = drop_probability(scope)
@@ -55,7 +56,7 @@ def add_pairs(sums, query, keys, scale, scope, PARTIAL: tl.constexpr):
 def add_tile(sums, corner, q, kv, operands, scale, scope, PARTIAL: tl.constexpr):
     """The sums with what the tile from ``corner`` on adds.
 
-    ``q`` and ``kv`` are logical positions. ``operands`` has the log-sum-exp in base e. PARTIAL: the
+    ``q`` and ``kv`` are logical positions. ``operands`` has the ``LogSum``. PARTIAL: the
     tile reaches beyond the lengths, or has dead pairs.
     """
     # Triton's interpreter counts loops in numbers of Python.
@@ -69,10 +70,8 @@ def add_tile(sums, corner, q, kv, operands, scale, scope, PARTIAL: tl.constexpr)
     v_tile = load_tile(operands.v, kv_first, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
     do_tile = load_tile(operands.do, first, sizes.q_len, DV, BLOCK_M, BLOCK_DV, PARTIAL)
     # A masked load with another value than zero cannot be asynchronous.
-    lse = tl.load(operands.lse + rows, mask=rows < sizes.q_len, other=0.0)
-    # Rows with no live pair have weights of 0.
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    lse = load_log_sum(operands.lse, rows, plane_of(sizes), rows < sizes.q_len)
     delta = tl.load(operands.delta + rows, mask=rows < sizes.q_len, other=0.0)
-    query = QueryTile(q_tile, do_tile, lse2, delta, first, q, rows < sizes.q_len)
+    query = QueryTile(q_tile, do_tile, lse, delta, first, q, rows < sizes.q_len)
     keys = KeyTile(k_tile, v_tile, kv_first, kv, columns < sizes.kv_len)
     return add_pairs(sums, query, keys, scale, scope, PARTIAL)

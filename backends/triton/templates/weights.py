@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.device.records import (
-    Corner, Head, Keys, KeyTile, Operands, Origins, Pairs, QueryTile, Rows, Scope, Share, Sizes,
+    Corner, Head, Keys, KeyTile, LogSum, Operands, Origins, Pairs, QueryTile, Rows, Scope, Share, Sizes,
     Steps, Tensor, Visits, Weights,
 )
 from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
 )
 from attndsl.backends.device.library import (
-    STATISTICS_PADDING, dot, dot_add, head_of, head_of_result, load_tile, operands_of,
-    place_of_item, positions, rows_of, rows_of_result, shift_of, statistics_rows, store_tile,
+    STATISTICS_PADDING, dot, dot_add, head_of, head_of_result, load_log_sum, load_tile, operands_of,
+    place_of_item, plane_of, positions, rows_of, rows_of_result, shift_of, statistics_rows, store_tile,
     with_statistics,
 )
 
@@ -35,8 +35,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def weights_of_tile(s, pairs, lse2, scale, scope, PARTIAL: tl.constexpr):
-    """A tile's weights from its q . k. ``lse2`` broadcasts along keys."""
+def weights_of_tile(s, pairs, lse, scale, scope, PARTIAL: tl.constexpr):
+    """A tile's weights from its q . k. ``lse``, a ``LogSum``, broadcasts along keys."""
     raw = s * scale
     live = True
     if PARTIAL:
@@ -52,10 +52,8 @@ def weights_of_tile(s, pairs, lse2, scale, scope, PARTIAL: tl.constexpr):
         p_slope = slope_of_weight(final, live, pairs.q, pairs.kv, scope)
         if PARTIAL:
             p_slope = tl.where(live, p_slope, 0.0)
-    elif MODIFIED:
-        p = tl.exp2(final * LOG2E - lse2)
     else:
-        p = tl.exp2(s * (scale * LOG2E) - lse2)
+        p = tl.exp2((final - lse.shift) * LOG2E - lse.rest)
     if PARTIAL:
         p = tl.where(live, p, 0.0)
     if not OWN_WEIGHTS:

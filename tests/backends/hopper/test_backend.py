@@ -366,7 +366,9 @@ def test_a_backward_reads_outputs_where_they_lie():
         launches={"prepare_backward": launch}, grad_strides=grad.stride()[:3],
         orders=SimpleNamespace(out=SimpleNamespace(strides=grad.stride())),
     )  # fmt: skip
-    buffers = SimpleNamespace(lse2=1, delta=2, dq_sums=3, statistics=RowStatistics(1, 4, 128))
+    buffers = SimpleNamespace(
+        shift=1, rest=2, delta=3, dq_sums=4, statistics=RowStatistics(1, 4, 128)
+    )
     family._prepare(layout, Backward(out, lse, grad, None, ALL), buffers, 0)
     (arguments,) = launched
-    assert tuple(arguments[7:13]) == (*out.stride()[:3], *grad.stride()[:3])
+    assert tuple(arguments[8:14]) == (*out.stride()[:3], *grad.stride()[:3])

@@ -13,6 +13,7 @@ from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.tiles import CANDIDATES
+from attndsl.backends.log_sum import public_lse
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.machine import machine_of
@@ -91,7 +92,9 @@ def forwards(name: str, call: Call, number: int) -> list[tuple[torch.Tensor, tor
     for persistent in (False, True):
         chosen = replace(config, persistent=persistent)
         backend.choose(lowered, call, "forward", None, None, "forward", chosen)
-        found += [backend.forward(lowered, call) for _ in range(1 + 2 * persistent)]
+        for _ in range(1 + 2 * persistent):
+            out, lse = backend.forward(lowered, call)
+            found.append((out, public_lse(lse)))
     return found
 
 

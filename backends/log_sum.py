@@ -1,0 +1,64 @@
+"""Log-sum-exps of rows in two parts: what forwards leave for backwards.
+
+A tensor (2, batch, heads, rows) has the greatest score of each row, or a number near it, and what is
+to be added for the log-sum-exp. Weights are ``exp(score - lse)``; a score of -1e9 and its row's
+log-sum-exp, -1e9 + log(n), are one number of fp32, so that the weights of such a row would be 1 in
+place of 1 / n. Rows with no live pair have -inf and 0. Users get the sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+FAR = 1024.0
+"""Up to this size, one number of fp32 is exact enough: weights are off by a factor of 1 + 2 ** -14."""
+
+
+class LogSum(NamedTuple):
+    """The two parts of rows' log-sum-exps, of the same shape."""
+
+    shift: torch.Tensor
+    rest: torch.Tensor
+
+    def taken_off(self, score: torch.Tensor) -> torch.Tensor:
+        """``score - lse``, exact where both are about the same; -inf in rows with no live pair."""
+        return (score - self.without_dead()) - self.rest
+
+    def without_dead(self) -> torch.Tensor:
+        """The shifts, infinite for rows with no live pair: ``exp(score - inf)`` is 0."""
+        return torch.where(self.shift == -torch.inf, torch.inf, self.shift)
+
+    def merged(self, other: LogSum) -> tuple[LogSum, torch.Tensor, torch.Tensor]:
+        """Those over the keys of both, and the shares of the keys of each (arXiv 1805.02867)."""
+        shift = torch.maximum(self.shift, other.shift)
+        top = shift.clamp_min(torch.finfo(shift.dtype).min)  # exp(-inf - top) is 0.
+        own = torch.exp((self.shift - top) + self.rest)
+        others = torch.exp((other.shift - top) + other.rest)
+        total = own + others
+        total = torch.where(total == 0.0, 1.0, total)
+        return LogSum(shift, torch.log(total)), own / total, others / total
+
+
+def log_sum(lse: torch.Tensor) -> LogSum:
+    """The parts of ``lse`` (2, ...), each with a last dim of 1 more."""
+    return LogSum(*lse.unsqueeze(-1))
+
+
+def of_one_number(lse: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exps (...) as (2, ...), exact enough unless :func:`is_far`."""
+    found = lse.new_zeros((2, *lse.shape))
+    found[0] = lse
+    return found
+
+
+def public_lse(lse: torch.Tensor) -> torch.Tensor:
+    """``lse`` (2, batch, heads, rows) as users get it: (batch, heads, rows)."""
+    return lse[0] + lse[1]
+
+
+def is_far(lse: torch.Tensor) -> bool:
+    """Tell whether a finite number of ``lse`` is larger than ``FAR``. Waits for the device."""
+    size = lse.abs()
+    return bool(((size > FAR) & (size < torch.inf)).any())
