@@ -119,8 +119,8 @@ def flash_attn_varlen_func(
 
     Returns:
         The output (total queries, heads, value dim). With ``return_attn_probs`` also the
-        log-sum-exp (heads, total queries), and an empty tensor. Rows behind the last sequence are
-        0.
+        log-sum-exp (heads, total queries), and an empty tensor. Rows before the first sequence and
+        behind the last are 0, and get no gradient.
 
     Raises:
         ShapeError, ArgumentError: Arguments that do not go together.
