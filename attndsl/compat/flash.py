@@ -179,7 +179,7 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, length, heads, dim).
-        k_cache: (entries, room, key heads, dim). Elements without a key have to be finite.
+        k_cache: (entries, room, key heads, dim). Elements without a key may be anything.
         v_cache: (entries, room, key heads, value dim).
         k: (batch, new keys, key heads, dim), written into the cache behind its keys, in place.
         v: The same of values.

@@ -53,6 +53,8 @@ def add_key_tile(grads, query, kv_tile, keys, scale, scope, PARTIAL: tl.constexp
             sums, tl.where(exists, ds, 0.0), weights.raw, exists, pairs.q, pairs.kv, scope
         )
     ds = through_score(ds, weights, pairs, scope, PARTIAL)
+    if REPAIRS and PARTIAL:
+        ds, k_tile = for_live_pairs(ds, exists, k_tile)
     dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, PRECISION, UPCAST)
     return dq, sums
 
@@ -85,6 +87,11 @@ def attention_backward_q(
     shift = shift_of(origins, Q_KIND, KV_KIND)
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
+    if REPAIRS:
+        # A tile that is finite stays as it is.
+        found = rows_of_result(Tensor(DQ, rows_dqb, rows_dqh, rows_dqm), head.b, head.h, D)
+        if is_finite(load_tile(found, first, q_len, D, BLOCK_M, BLOCK_D, True)):
+            return
     q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
     keys = Keys(
         rows_of(Tensor(K, stride_kb, stride_kh, stride_kn), head.b, head.hkv),
@@ -96,7 +103,11 @@ def attention_backward_q(
     do = rows_of(Tensor(DOUT, stride_gb, stride_gh, stride_gm), head.b, head.h)
     do_tile = load_tile(do, first, q_len, DV, BLOCK_M, BLOCK_DV, True)
     of_head = statistics_rows(head_of_batch, q_len)
-    lse2 = tl.load(LSE2 + of_head + rows, mask=rows < q_len, other=float("inf"))
+    if REPAIRS:
+        # It is (batch, heads, q_len) in base e, as forwards store it.
+        lse2 = lse_in_base_2(LSE2 + head_of_batch.to(tl.int64) * q_len, rows, q_len)
+    else:
+        lse2 = tl.load(LSE2 + of_head + rows, mask=rows < q_len, other=float("inf"))
     delta = tl.load(DELTA + of_head + rows, mask=rows < q_len, other=0.0)
     query = QueryTile(q_tile, do_tile, lse2, delta, first, q, rows < q_len)
     grads = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), no_sums()

@@ -20,9 +20,9 @@ from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
 )
 from attndsl.backends.device.library import (
-    STATISTICS_PADDING, dot, dot_add, head_of, head_of_result, load_tile, operands_of,
-    place_of_item, positions, rows_of, rows_of_result, shift_of, statistics_rows, store_tile,
-    with_statistics,
+    STATISTICS_PADDING, dot, dot_add, for_live_pairs, head_of, head_of_result, is_finite, load_tile,
+    operands_of, place_of_item, positions, rows_of, rows_of_result, shift_of, statistics_rows,
+    store_tile, with_statistics,
 )
 
 #: imports
@@ -61,6 +61,13 @@ def weights_of_tile(s, pairs, lse2, scale, scope, PARTIAL: tl.constexpr):
     if not OWN_WEIGHTS:
         p_slope = p
     return Weights(p, p_slope, live, raw, final)
+
+
+@triton.jit
+def lse_in_base_2(lse, rows, length):
+    """The log-sum-exp of rows in base 2, from base e; infinite for rows without weights."""
+    found = tl.load(lse + rows, mask=rows < length, other=float("-inf"))
+    return tl.where(found == float("-inf"), float("inf"), found * LOG2E)
 
 
 @triton.jit
