@@ -371,6 +371,25 @@ def dependencies(*roots: Node) -> dict[Node, frozenset[str]]:
     return found
 
 
+def bounds_keys(mask: Node | None) -> bool:
+    """Whether a condition of ``mask`` compares ``kv`` with ints that something else looks up.
+
+    Such are ``kv < lengths[b]`` and ``first[q] <= kv``: bounds of sequences that lie in a row of
+    keys.
+    """
+    conditions = [] if mask is None else [mask]
+    while conditions:
+        item = conditions.pop()
+        if item.op is Op.AND:
+            conditions += item.args
+        elif item.op in (Op.LT, Op.LE) and item.args[0].dtype is DType.INT:
+            varies = dependencies(item)
+            loads = [each for each in varies if each.op is Op.LOAD]
+            if loads and "kv" in varies[item] and all("kv" not in varies[each] for each in loads):
+                return True
+    return False
+
+
 def mentions(*roots: Node, name: str) -> frozenset[Node]:
     """The nodes below ``roots`` that are, or are made of, the variable ``name`` of :data:`VARS`."""
     found: set[Node] = set()
@@ -477,10 +496,14 @@ class Program:
     entries: Entries = NO_ENTRIES
     products: tuple[Node, ...] = field(init=False, compare=False, repr=False)
     """All ``DOT``, found once: graphs of torch.compile guard each node that a trace meets."""
+    bounded: bool = field(init=False, compare=False, repr=False)
+    """Whether tensors bound which keys a row sees, as :func:`bounds_keys` says, found once. What is
+    not finite then stays with the pairs that take part."""
 
     def __post_init__(self) -> None:
         found = tuple(item for item in toposort(*self.roots()) if item.op is Op.DOT)
         object.__setattr__(self, "products", found)
+        object.__setattr__(self, "bounded", bounds_keys(self.mask))
 
     def captures(self) -> tuple[ParamDecl | TensorDecl, ...]:
         """All that calls give it: params, then tensors."""

@@ -149,6 +149,16 @@ def test_rows_that_see_nothing_have_weights_of_zero():
     torch.testing.assert_close(out[:, 2], mine.out_proj.bias.expand(BATCH, -1))
 
 
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_nan_in_a_float_mask_is_no_mask(name):
+    module = attndsl.nn.MultiheadAttention(16, 2)
+    x = torch.randn(8, 1, 16)
+    mask = torch.full((8, 8) if name == "attn_mask" else (1, 8), torch.nan)
+    out, weights = module(x, x, x, **{name: mask})
+    assert out.isnan().all()
+    assert weights.isnan().all()
+
+
 def test_the_weights_are_those_of_the_output():
     """With dropout too: the same pairs are dropped from both."""
     _, mine = _pair(dropout=0.4, batch_first=True)

@@ -120,8 +120,8 @@ def flash_attn_varlen_func(
 
     Returns:
         The output (total queries, heads, value dim). With ``return_attn_probs`` also the
-        log-sum-exp (heads, total queries), and an empty tensor. Rows behind the last sequence are
-        0.
+        log-sum-exp (heads, total queries), and an empty tensor. Rows before the first sequence and
+        behind the last are 0, and get no gradient.
 
     Raises:
         ShapeError, ArgumentError: Arguments that do not go together.
@@ -185,7 +185,7 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, length, heads, dim).
-        k_cache: (entries, room, key heads, dim). Elements without a key have to be finite.
+        k_cache: (entries, room, key heads, dim). Elements without a key may be anything.
         v_cache: (entries, room, key heads, value dim).
         k: (batch, new keys, key heads, dim), written into the cache behind its keys, in place.
         v: The same of values.

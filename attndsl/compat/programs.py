@@ -76,13 +76,14 @@ def packed_rows(
     number = torch.arange(rows, device=cu_q.device)
     found = torch.searchsorted(cu_q[1:].contiguous(), number, right=True)
     entry = found.clamp(max=cu_q.shape[0] - 2)
-    inside = found == entry
+    within, rows_of = number - cu_q[entry], cu_q.diff()
+    # Rows before the first sequence belong to none, like those behind the last.
+    inside = (within >= 0) & (within < rows_of[entry])
     first = first_keys[entry]
     end = torch.where(inside, first + lengths[entry], first)
-    within = number - cu_q[entry]
     aligned = first + within
     if lower_right:
-        aligned = aligned + (lengths - cu_q.diff())[entry]
+        aligned = aligned + (lengths - rows_of)[entry]
     return Rows(first, end, aligned, entry)
 
 
@@ -109,7 +110,7 @@ def check_offsets(name: str, offsets: object, rows: int) -> None:
         rows: Number of packed rows.
 
     Raises:
-        ArgumentError: It is no (n + 1,) tensor of ints, or there are fewer rows.
+        ArgumentError: It is no (n + 1,) tensor of ints, there are fewer rows, or it falls.
     """
     good = (
         isinstance(offsets, torch.Tensor) and offsets.dim() == 1 and offsets.shape[0] > 1
@@ -122,6 +123,9 @@ def check_offsets(name: str, offsets: object, rows: int) -> None:
         )
     assert isinstance(offsets, torch.Tensor)
     check_within(name, offsets, rows, "there are {} rows", rows)
+    if offsets.device.type == "cpu":  # On GPUs a row of a sequence that falls sees nothing.
+        told = "a sequence begins where the one before it ends"
+        check_within(f"{name}.diff()", offsets.diff(), rows, told)
 
 
 def check_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int, layout: str) -> None:

@@ -64,7 +64,9 @@ def attend(
         else:
             both = attend_in_chunks(lowered, call)
         return both if return_lse else both[0]
-    if not backend.differentiable and torch.is_grad_enabled() and _needs_grad(call):
+    # torch's own gradient of a product lets what is not finite reach all of its rows.
+    own = not backend.differentiable or lowered.program.bounded
+    if own and torch.is_grad_enabled() and _needs_grad(call):
         form, tensors = call.flatten()
         if first:
             needs = tuple(x.requires_grad for x in tensors)

@@ -112,7 +112,9 @@ def ranges(q: Packed, k: Packed, is_causal: bool) -> tuple[torch.Tensor, torch.T
     seen = k.length.expand(len(q.start))[entry]
     if is_causal:
         seen = torch.minimum(seen, place + 1)
-    return first, first + torch.where(place < q.length[entry], seen, 0)
+    # Rows that no entry has see nothing: before the first one, between two, behind the last.
+    inside = (place >= 0) & (place < q.length[entry])
+    return first, first + torch.where(inside, seen, 0)
 
 
 def _extents(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:

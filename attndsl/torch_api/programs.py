@@ -64,7 +64,8 @@ def program_text(reach: str, captures: Key, dropout: bool) -> str:
             conditions.append(f"not {lookup}")
         elif kind != "bound":
             scores.append(f"score = score + {lookup}")
-            conditions.append(f"{lookup} > -inf" if kind == "sparse bias" else "")
+            # NaN is no mask: it shows in the output, as torch's does.
+            conditions.append(f"{lookup} != -inf" if kind == "sparse bias" else "")
     mask = " and ".join(condition for condition in conditions if condition)
     lines = declarations + ["param dropout_p: float"] * dropout
     lines += [f"mask = {mask}"] * bool(mask) + scores

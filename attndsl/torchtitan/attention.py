@@ -111,7 +111,8 @@ def _make_documents(starts: torch.Tensor, batch: int, length: int) -> torch.Tens
     and the number of all positions.
     """
     rows = torch.arange(batch * length, device=starts.device)
-    found = torch.searchsorted(starts[1:].contiguous(), rows, right=True)
+    # Those before the first document and those behind the last are documents of their own.
+    found = torch.searchsorted(starts, rows, right=True)
     return found.view(batch, length)
 
 

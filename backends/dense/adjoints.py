@@ -51,11 +51,13 @@ def adjoints(program: Program, call: Call, dense: Dense, backward: Backward) -> 
     scope, work = dense.scope, dense.score.dtype
     final = replace(scope, score=dense.score)
     d_kept = ungroup(group(grad_out, call) @ call.v.to(grad_out.dtype).mT, call).to(work)
+    d_kept = where_live(dense.live, d_kept, 0.0)
     d_weights = d_kept if dense.keep is None else d_kept * dense.keep
     d_own = d_sink = d_p = None
     if program.weights is None:
         denominator = log_sum(lse)
         weights = torch.exp(denominator.taken_off(dense.score))
+        weights = where_live(dense.live, weights, 0.0)
         delta = (grad_out.to(work) * out.to(work)).sum(-1)
         if grad_lse is not None:
             delta = delta - grad_lse

@@ -62,10 +62,37 @@ def attend_pairs(program: Program, call: Call, dense: Dense) -> tuple[torch.Tens
     if dense.keep is not None:
         weights = weights * dense.keep
     weights = group(weights.to(call.v.dtype), call)
+    live = live_to_part(program, call, dense)
     if call.wide:  # The product of rounded operands, not rounded itself.
         work = dense.score.dtype
-        return ungroup(weights.to(work) @ call.v.to(work), call), lse
-    return ungroup(weights @ call.v, call), lse
+        return ungroup(live_product(weights.to(work), call.v.to(work), live), call), lse
+    return ungroup(live_product(weights, call.v, live), call), lse
+
+
+def live_to_part(program: Program, call: Call, dense: Dense) -> torch.Tensor | None:
+    """The live pairs as :func:`group` has them, if :func:`live_product` is to look at them."""
+    if not program.bounded or dense.live is None:
+        return None
+    return group(dense.live.expand(dense.score.shape), call)
+
+
+def live_product(
+    weights: torch.Tensor, rows: torch.Tensor, live: torch.Tensor | None
+) -> torch.Tensor:
+    """``weights @ rows``; dead pairs add nothing to it, whatever their rows have.
+
+    Args:
+        weights: (..., n, m), 0 at dead pairs.
+        rows: (..., m, dim).
+        live: (..., n, m) bool; None for the plain product, in which 0 times NaN is NaN.
+    """
+    if live is None:
+        return weights @ rows
+    wrong = ~rows.isfinite()
+    found = weights @ rows.masked_fill(wrong, 0.0)
+    reached = live.to(found.dtype) @ wrong.to(found.dtype) > 0.0
+    # A factor, since its gradient is NaN too.
+    return found * torch.where(reached, torch.nan, 1.0).to(found.dtype)
 
 
 def group(rows: torch.Tensor, call: Call) -> torch.Tensor:

@@ -17,7 +17,9 @@ What is defined here for all backends:
   clamped to 0..1, and NaN counts as 1; calls refuse other numbers that the host knows before.
   ``philox`` says which pairs are dropped. The factor 1 / (1 - p) is differentiated by p, the choice
   of pairs is not.
-- The scores of dead pairs may be NaN. Rows of k and v may not: 0 * NaN is NaN in a matrix product.
+- The scores of dead pairs may be NaN. Rows of k and v may not, as 0 * NaN is NaN in a matrix
+  product, unless tensors bound the keys of each row (``Program.bounded``): what is not finite then
+  reaches live pairs alone.
 """
 
 from __future__ import annotations
@@ -36,7 +38,15 @@ from ..memory_order import arranged, arranged_like, memory_order, wide_dtype
 from .adjoints import adjoints
 from .finite import Watched, check_gradient, check_results
 from .interpret import Scope, check_lookups, evaluate, gated, sides_of
-from .pairs import Dense, attend_pairs, dense_pairs, group, ungroup
+from .pairs import (
+    Dense,
+    attend_pairs,
+    dense_pairs,
+    group,
+    live_product,
+    live_to_part,
+    ungroup,
+)  # fmt: skip
 from .rows import add_elements, add_rows, gradients_of_rows, rows_at
 
 if TYPE_CHECKING:
@@ -162,9 +172,12 @@ class ReferenceBackend(Backend):
         # Wide ones are products of rounded operands, not rounded themselves.
         kind = wide_dtype(wants.wide)
         d_raw, kept, grad_rows = (x.to(kind or call.q.dtype) for x in (d_raw, kept, grad_rows))
-        d_q = ungroup(d_raw @ call.k.to(d_raw.dtype), call) if wants.q else None
-        d_k = d_raw.mT @ group(call.q, call).to(d_raw.dtype) if wants.k else None
-        d_v = kept.mT @ grad_rows if wants.v else None
+        live = live_to_part(program, call, dense)
+        by_key = None if live is None else live.mT
+        q = group(call.q, call).to(d_raw.dtype)
+        d_q = ungroup(live_product(d_raw, call.k.to(d_raw.dtype), live), call) if wants.q else None
+        d_k = live_product(d_raw.mT, q, by_key) if wants.k else None
+        d_v = live_product(kept.mT, grad_rows, by_key) if wants.v else None
         made = Gradients(
             q=None if d_q is None else arranged_like(d_q, call.q, kind),
             k=None if d_k is None else arranged_like(d_k, call.k, kind),

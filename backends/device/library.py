@@ -224,6 +224,29 @@ def dot_add(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def is_finite(tile):
+    """Whether all elements of a tile are."""
+    return tl.sum(tl.sum(not_finite(tile), 1), 0) == 0
+
+
+@triton.jit
+def not_finite(tile):
+    """1 for each element that is NaN or infinite, 0 for others."""
+    return tl.where(tl.abs(tile.to(tl.float32)) < float("inf"), 0, 1)
+
+
+@triton.jit
+def for_live_pairs(weights, live, rows):
+    """``weights`` (n, m) and ``rows`` (m, width) whose product takes NaN to live pairs alone.
+
+    Rows that are not finite are zeros then, and the weights of their live pairs NaN.
+    """
+    wrong = tl.sum(not_finite(rows), 1) > 0
+    weights = tl.where(live & wrong[None, :], float("nan"), weights)
+    return weights, tl.where(wrong[:, None], tl.zeros_like(rows), rows)
+
+
+@triton.jit
 def saturated(x):
     """The number of 32 bits that is nearest to an integer of 64."""
     return tl.minimum(tl.maximum(x, -2147483648), 2147483647).to(tl.int32)

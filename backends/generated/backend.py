@@ -28,6 +28,7 @@ from ..kernels.signature import signature_of
 from ..memory_order import empty_like, result_orders, strides, wide_dtype
 from ..triton.extra_kernels import BackwardState, extra_tasks, run_extra
 from ..triton.family import MAX_HEAD_DIM
+from ..triton.repair import repair_gradients, repair_results, rows_alone
 from ..triton.serve import bits_of_pages, kinds_of_pages, page_facts
 from .describe import describe_kernels
 from .plan import plan_of
@@ -118,6 +119,9 @@ class GeneratedBackend(Backend):
             (Task.FORWARD, None, None), (Task.BACKWARD, grad_out, plan.lines),
             *((task, grad_out, own) for task, own in extra_tasks(lowered, plan)),
         ]  # fmt: skip
+        if lowered.program.bounded:
+            rows = rows_alone(plan.lines)
+            tasks += [(Task.REPAIR, None, None), (Task.REPAIR_GRADIENTS, grad_out, rows)]
         for task, gradient, wants in tasks:
             family = self._family(lowered, call, task, gradient, wants)
             if not self._is_there(family, lowered, call, task, gradient, wants):
@@ -133,11 +137,14 @@ class GeneratedBackend(Backend):
             lse = q.new_empty((2, *q.shape[:3]), dtype=torch.float32)
             return empty_like(q, call.v.shape[-1], wide_dtype(call.wide)), lse
         layout = self._layout(lowered, call, Task.FORWARD)
-        return layout.family.forward(layout, lowered, call)
+        out, lse = layout.family.forward(layout, lowered, call)
+        if lowered.program.bounded:
+            repair_results(self._layout(lowered, call, Task.REPAIR), lowered, call, out, lse)
+        return out, lse
 
     def bound_forward(self, lowered: Lowered, call: Call) -> BoundForward:
         """See :class:`~attndsl.backends.base.Backend`."""
-        if call.q.numel() == 0:
+        if call.q.numel() == 0 or lowered.program.bounded:
             return super().bound_forward(lowered, call)
         if self._waits(lowered, call, Task.FORWARD):
             return super().bound_forward(lowered, call)
@@ -149,7 +156,7 @@ class GeneratedBackend(Backend):
         _, lse, grad_out, grad_lse, wanted = backward
         read = [family.readable(grad_out, wanted) for family in self.families]
         if (
-            wanted.tensors or wanted.params or lse.numel() == 0
+            wanted.tensors or wanted.params or lse.numel() == 0 or lowered.program.bounded
             or grad_out.dtype is not call.q.dtype or any(x is not grad_out for x in read)
         ):  # fmt: skip
             return super().bound_backward(lowered, call, backward)
@@ -209,12 +216,21 @@ class GeneratedBackend(Backend):
         if grad_out.dtype is not call.q.dtype:  # An operand of products, as they take it.
             grad_out = grad_out.to(call.q.dtype)
             backward = backward._replace(grad_out=grad_out)
-        if not wanted.tensors and not wanted.params:
-            return self._gradients(lowered, call, backward)[0]
-        plan = self._plan(lowered, call, wanted)
-        found, made = self._gradients(lowered, call, backward._replace(wanted=plan.lines))
+        bounded = lowered.program.bounded and lse.numel() > 0
+        plan = None
+        if wanted.tensors or wanted.params:
+            plan = self._plan(lowered, call, wanted)
+            backward = backward._replace(wanted=plan.lines)
+        found, made = self._gradients(lowered, call, backward)
+        if plan is None and not bounded:
+            return found
         delta, grad_out = made(), self.families[-1].readable(grad_out, wanted)
         state = BackwardState(lowered, call, lse, delta, grad_out, self._layout)
+        if bounded:
+            rows = rows_alone(backward.wanted)
+            repair_gradients(state.layout_of(Task.REPAIR_GRADIENTS, rows), state, rows, found)
+        if plan is None:
+            return found
         found = run_extra(state, plan, found)
         if lowered.program.sink is None:
             return found

@@ -177,6 +177,14 @@ def _flags(spec: ModuleSpec) -> Flags:
         "OWN_OUTPUT": spec.is_forward and has_own_output(facts, spec.config),
         "QUERIES": query_slots(facts, spec.config) if spec.task is Task.FORWARD else 1,
         "FP32_ROWS": facts.wide_gradients,
+        # Gradients of q, k and v are repaired (:mod:`..triton.repair`), and others are not.
+        "SPARES_DEAD": program.bounded
+        and bool(
+            facts.tensor_gradients
+            or facts.param_gradients
+            or facts.stores_ds
+            or facts.adds_diagonals
+        ),
     }
 
 

@@ -76,6 +76,9 @@ def learned_parts(lowered: Lowered, names: frozenset[str]) -> Learned | str:
     found = Learned(
         *(bool(names & leaf_names(part)) for part in (placed.inner, placed.column, placed.row))
     )
+    if found.factor and lowered.program.bounded:
+        # Keys that no pair is live of may be NaN, and K * dK has all keys.
+        return "gradients of a factor beside bounds of keys are added up pair by pair"
     if found.factor and slope_for_factor(placed) is None:
         return "the derivative of the score does not contain its factor as a whole"
     if found.column:

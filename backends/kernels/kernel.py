@@ -60,6 +60,10 @@ class Task(enum.Enum):
     """As ``SCATTERED``, of what is summed over batch entries and heads first."""
     BOUNDED_TOGETHER = "bounded together"
     """The same as ``BOUNDED``."""
+    REPAIR = "repair"
+    """Tiles of output and log-sum-exp that are not finite again, by live pairs alone."""
+    REPAIR_GRADIENTS = "repair gradients"
+    """The same of the gradients of q, k and v."""
 
     # Each call looks its task up, and Enum's own hash is a function of Python.
     __hash__ = object.__hash__

@@ -24,7 +24,17 @@ from ..log_sum import LogSum, log_sum
 from ..memory_order import arranged_like, wide_dtype
 from .capture_gradients import CaptureSums
 from .plain import Biases, OfForward, PlainRows
-from .spans import Buffers, Scorer, dropout_factor, exp_, fill, keys_of, matrices, place_of
+from .spans import (
+    Buffers,
+    Scorer,
+    add_product,
+    dropout_factor,
+    exp_,
+    fill,
+    keys_of,
+    matrices,
+    place_of,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -125,7 +135,9 @@ class StepGradients:
     def _add_plain(self, rows: Rows, span: Span, biases: Biases) -> bool:
         """Add a span's gradients by torch's own backward; False where it may have spoiled them."""
         matrices, columns = rows.place.matrices, slice(*span.columns)
-        found = PlainRows(self._call, rows.step, rows.place, biases).gradients(
+        found = PlainRows(
+            self._call, rows.step, rows.place, biases, self._program.bounded
+        ).gradients(
             span, rows.queries, self._k[matrices, columns], self._v[matrices, columns],
             OfForward(
                 rows.grad_out, rows.place.queries(self._out),
@@ -161,10 +173,12 @@ class StepGradients:
         else:
             (slope,) = scored.tile.evaluate(self._slope)
             pairs.copy_(gated(pairs, pairs * slope))
+        live = scored.live_to_part(self._program, place)
         if rows.dq is not None:
-            rows.dq.baddbmm_(d_score, keys, alpha=scale)
+            add_product(rows.dq, d_score, keys, live, scale)
         if self._dk is not None:
-            self._dk[place.matrices, columns].baddbmm_(d_score.mT, rows.queries, alpha=scale)
+            total = self._dk[place.matrices, columns]
+            add_product(total, d_score.mT, rows.queries, live, scale, by_key=True)
 
     def _weights(self, rows: Rows, span: Span, scored: Scored) -> torch.Tensor:
         """The final score's gradient, after adding dV; overwrites the final scores."""
@@ -175,6 +189,8 @@ class StepGradients:
         if program.weights is None:
             relative = scored.final.sub_(rows.lse.without_dead()).sub_(rows.lse.rest)
             weights = exp_(program, relative)
+            if program.bounded:  # A row whose log-sum-exp is NaN has made NaN of its dead pairs.
+                fill(place.pairs(weights), scored, 0.0)
         else:
             (found,) = own.evaluate(program.weights)
             weights = torch.empty_like(scored.final)
@@ -185,7 +201,9 @@ class StepGradients:
             keep = dropout_factor(p, step, span.columns, self._call)
             kept = (place.pairs(weights) * keep).view_as(weights)
         if self._dv is not None:
-            self._dv[place.matrices, slice(*span.columns)].baddbmm_(kept.mT, grad_out)
+            live = scored.live_to_part(program, place)
+            total = self._dv[place.matrices, slice(*span.columns)]
+            add_product(total, kept.mT, grad_out, live, by_key=True)
         slopes = self._buffers.take(_SLOPES, place, span.width)
         torch.bmm(grad_out, values.mT, out=slopes)
         pairs = place.pairs(slopes)

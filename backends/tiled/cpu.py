@@ -38,10 +38,12 @@ from .plan import Plans, limits_of
 from .spans import (
     Buffers,
     Scorer,
+    add_product,
     dropout_factor,
     fill,
     keys_of,
     least_power,
+    live_product,
     matrices,
     may_be_subnormal,
     place_of,
@@ -145,7 +147,7 @@ def _forward(
     for step in steps:
         place = place_of(step, call)
         own = _Rows(program, call, step, place, buffers, scorer)
-        plain_rows = PlainRows(call, step, place, biases)
+        plain_rows = PlainRows(call, step, place, biases, program.bounded)
         queries = place.queries(q)
         for span in step.spans:
             columns = slice(*span.columns)
@@ -217,7 +219,8 @@ class _Rows:
             weights.masked_fill_(dead, 0.0)
             rest.masked_fill_(dead, 0.0)
         self._drop(span, scored, weights)
-        self.merge(torch.bmm(weights, values), LogSum(peak, rest))
+        live = scored.live_to_part(self._program, self._place)
+        self.merge(live_product(weights, values, live), LogSum(peak, rest))
 
     def merge(self, part: torch.Tensor, lse: LogSum) -> None:
         """Take in the output and the log-sum-exp of a span."""
@@ -237,11 +240,12 @@ class _Rows:
         for _, live in scored.partial:
             alive = alive | live.any(-1, keepdim=True)
         self._drop(span, scored, scored.final)
+        pairs = scored.live_to_part(self._program, self._place)
         if self._sum is None:
-            self._sum = torch.bmm(scored.final, values)
+            self._sum = live_product(scored.final, values, pairs)
             self._alive = alive
         else:
-            self._sum.baddbmm_(scored.final, values)
+            add_product(self._sum, scored.final, values, pairs)
             self._alive = self._alive | alive
 
     def _drop(self, span: Span, scored: Scored, weights: torch.Tensor) -> None:

@@ -176,6 +176,8 @@ class PlainRows:
     step: Step
     place: Place
     biases: Biases
+    bounded: bool
+    """See :class:`~attndsl.ir.Program`: rows of k and v may be NaN where no pair is live."""
 
     def attend(
         self, span: Span, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -198,6 +200,8 @@ class PlainRows:
         )  # fmt: skip
         part, lse = part.squeeze(1), lse.squeeze(1).unsqueeze(-1)
         if bias is not None and math.isnan(float(lse.sum())):
+            return None
+        if bias is not None and self.bounded and math.isnan(float(part.sum())):
             return None
         # Of rows without a live pair torch says 0.
         if live is not None:
@@ -233,5 +237,7 @@ class PlainRows:
         # The gradients of a dead pair are products with 0, which NaN and infinities spoil. Where dK
         # alone is spoilt, it is without torch's backward too.
         if bias is not None and math.isnan(float(dq.sum()) + float(dv.sum())):
+            return None
+        if bias is not None and self.bounded and math.isnan(float(dk.sum())):
             return None
         return dq, dk, dv

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.ir import SCORE
 
+from ..dense import pairs as dense
 from ..dense.draws import heads_of, rows_of
 from ..dense.philox import keep_factor, kept_at
 from ..memory_order import rows_contiguous
@@ -21,11 +23,15 @@ from .plan import BLOCK_M, SPAN
 from .torch_tiles import Expressions, work_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attndsl.ir import Program
 
     from ..base import Call
     from .plan import Range, Span, Step
     from .torch_tiles import Tile
+
+    Live = Callable[[], torch.Tensor]
 
 FINAL, RAW = range(2)
 """Buffers of scores; :class:`Scorer` fills them."""
@@ -105,6 +111,16 @@ class Scored:
     partial: tuple[tuple[Range, torch.Tensor], ...]
     """Columns within the span, and which of their pairs are live; those of others all are."""
 
+    def live(self, place: Place) -> torch.Tensor:
+        """The live pairs, bool (matrices, group * rows, width)."""
+        found = torch.ones(self.final.shape, dtype=torch.bool, device=self.final.device)
+        fill(place.pairs(found), self, False)
+        return found
+
+    def live_to_part(self, program: Program, place: Place) -> Live | None:
+        """What gives them, if :func:`live_product` is to look at them."""
+        return partial(self.live, place) if program.bounded and self.partial else None
+
 
 class Scorer:
     """Makes the scores of a call's spans.
@@ -157,6 +173,37 @@ def fill(pairs: torch.Tensor, scored: Scored, value: float) -> torch.Tensor:
         # Half the time of masked_fill_, and not fooled by NaN as a product would be.
         torch.where(live, part, other, out=part)
     return pairs
+
+
+def live_product(
+    weights: torch.Tensor, rows: torch.Tensor, live: Live | None, by_key: bool = False
+) -> torch.Tensor:
+    """``weights @ rows``; dead pairs add nothing to it, whatever their rows have.
+
+    On CPUs live pairs are looked at where the plain product is not finite; elsewhere to look would
+    wait for the device.
+
+    Args:
+        weights: (matrices, n, m), 0 at dead pairs.
+        rows: (matrices, m, dim).
+        live: Gives the live pairs (matrices, n, m); None for the plain product.
+        by_key: Whether it gives (matrices, m, n).
+    """
+    found = torch.bmm(weights, rows)
+    if live is None or (found.device.type == "cpu" and bool(found.isfinite().all())):
+        return found
+    return dense.live_product(weights, rows, live().mT if by_key else live())
+
+
+def add_product(
+    total: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor, live: Live | None,
+    scale: float = 1.0, by_key: bool = False,
+) -> None:  # fmt: skip
+    """Add ``scale`` times :func:`live_product` to ``total``."""
+    if live is None:
+        total.baddbmm_(weights, rows, alpha=scale)
+    else:
+        total.add_(live_product(weights, rows, live, by_key), alpha=scale)
 
 
 class Buffers:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..kernels.moving import Moving
 
 MAX_HEAD_DIM = 512
-_WITH_FP32_RESULTS = frozenset({Task.FORWARD, Task.BACKWARD})
+_WITH_FP32_RESULTS = frozenset({Task.FORWARD, Task.BACKWARD, Task.REPAIR, Task.REPAIR_GRADIENTS})
 
 
 def facts_of_task(
@@ -120,22 +120,8 @@ class Portable:
         self, layout: Layout, lowered: Lowered, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~..kernels.kernel.Family`."""
-        q = call.q
         out, lse = empty_results(layout, call)
-        kernel = layout.executables["forward"]
-        stream = stream_of(q.device)
-        with on_device(q.device):
-            lists = lists_of(layout, lowered, call, "forward", stream)
-            kernel.launch(
-                layout.work_tiles["forward"],
-                stream,
-                [
-                    q, call.k, call.v, out, lse, *layout.strides, *out.stride()[:3],
-                    call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
-                    origin(call.kv_offset, call.kv_index), layout.heads_per_wave["forward"],
-                    *capture_arguments(layout.facts, call), *lists,
-                ],
-            )  # fmt: skip
+        launch_forward("forward", layout, lowered, call, out, lse)
         return out, lse
 
     def backward(
@@ -156,26 +142,11 @@ class Portable:
         with on_device(q.device):
             stream = stream_of(q.device)
             shift, rest, delta = _row_statistics(layout, backward, stream)
-            shared = (
-                shift, rest, delta, *layout.strides, *layout.grad_strides, call.scale, *layout.sizes,
-                origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-            )  # fmt: skip
-            captures = capture_arguments(layout.facts, call)
-
-            def launch(name: str, own: Sequence[object], sums: torch.Tensor | None) -> None:
-                lists = lists_of(layout, lowered, call, name, stream)
-                last = [] if sums is None else [sums]
-                layout.executables[name].launch(
-                    layout.work_tiles[name], stream,
-                    [*own, layout.heads_per_wave[name], *captures, *lists, *last],
-                )  # fmt: skip
-
+            run = BackwardLaunches(layout, lowered, call, (grad_out, shift, rest, delta), stream)
             if (wanted.k or wanted.v or column_sums is not None) and kv_len:
-                own = [q, k, v, grad_out, dk, dv, *shared, *orders.k.rows, *orders.v.rows]
-                launch("backward_kv", own, column_sums)
+                run.launch("backward_kv", [dk, dv], [*orders.k.rows, *orders.v.rows], column_sums)
             if wanted.q or (row_sums is not None and kv_len):
-                own = [q, k, v, grad_out, dq, *shared, *orders.q.rows]
-                launch("backward_q", own, row_sums)
+                run.launch("backward_q", [dq], orders.q.rows, row_sums)
         tensors: dict[str, torch.Tensor] = {}
         params: dict[str, torch.Tensor] = {}
         if wanted.tensors or wanted.params:
@@ -210,6 +181,65 @@ class Portable:
         """See :class:`~..kernels.kernel.Family`."""
         assert results is not None
         return (*results, *launch_tangent(moving, layout, *results))
+
+
+def launch_forward(
+    name: str, layout: Layout, lowered: Lowered, call: Call, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Launch the forward called ``name`` of a layout, which writes ``out`` and ``lse``."""
+    q = call.q
+    stream = stream_of(q.device)
+    with on_device(q.device):
+        lists = lists_of(layout, lowered, call, name, stream)
+        layout.executables[name].launch(
+            layout.work_tiles[name],
+            stream,
+            [
+                q, call.k, call.v, out, lse, *layout.strides, *out.stride()[:3],
+                call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
+                origin(call.kv_offset, call.kv_index), layout.heads_per_wave[name],
+                *capture_arguments(layout.facts, call), *lists,
+            ],
+        )  # fmt: skip
+
+
+class BackwardLaunches:
+    """Launches of the kernels of a backward, on the current device."""
+
+    def __init__(
+        self, layout: Layout, lowered: Lowered, call: Call,
+        rows: tuple[torch.Tensor, ...], stream: int,
+    ) -> None:  # fmt: skip
+        """``rows`` are the output's gradient, the parts of log-sum-exps, and delta."""
+        self._layout, self._lowered, self._call, self._stream = layout, lowered, call, stream
+        grad_out, *statistics = rows
+        self._operands = [call.q, call.k, call.v, grad_out]
+        self._shared = [
+            *statistics, *layout.strides, *layout.grad_strides, call.scale, *layout.sizes,
+            origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+        ]  # fmt: skip
+        self._captures = capture_arguments(layout.facts, call)
+
+    def launch(
+        self, name: str, made: Sequence[torch.Tensor], steps: Sequence[int],
+        sums: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Launch the kernel called ``name``.
+
+        Args:
+            name: Of the layout.
+            made: The gradients that it writes.
+            steps: How many rows theirs are apart, by batch entry, head and row.
+            sums: Where it writes what it adds up along lines.
+        """
+        layout = self._layout
+        lists = lists_of(layout, self._lowered, self._call, name, self._stream)
+        last = [] if sums is None else [sums]
+        layout.executables[name].launch(
+            layout.work_tiles[name], self._stream,
+            [*self._operands, *made, *self._shared, *steps, layout.heads_per_wave[name],
+             *self._captures, *lists, *last],
+        )  # fmt: skip
 
 
 def empty_results(layout: Layout, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

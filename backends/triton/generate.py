@@ -5,10 +5,24 @@ Non-goals: compiling the text, and choosing tile sizes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
-from attndsl.ir import Op, dependencies, reads_score
+from attndsl.ir import (
+    NO_ENTRIES,
+    DType,
+    Op,
+    const,
+    dependencies,
+    load,
+    node,
+    reads_score,
+    size,
+    var,
+)
 from attndsl.passes.distance import meets_distances_alone
+from attndsl.passes.widths import POSITION_LIMIT
 
 from ..emit.device_functions import (
     param_values,
@@ -34,8 +48,9 @@ if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
     from ..kernels.config import Config
 
-_RESULTS = frozenset({Task.FORWARD, Task.TANGENT})
+_RESULTS = frozenset({Task.FORWARD, Task.TANGENT, Task.REPAIR})
 """Tasks whose kernels know a row's denominator, with the sink in it."""
+_REPAIRS = frozenset({Task.REPAIR, Task.REPAIR_GRADIENTS})
 
 
 def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
@@ -57,6 +72,10 @@ def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products)
         text, used = sink_of_program(program, facts)
         functions.append(text)
         helpers |= used
+    if Task.REPAIR in kernel.tasks:
+        text, used = wrong_entries(program, facts)
+        functions.append(text)
+        helpers |= used
     assert kernel.loop is not None
     name = kernel.loop_name
     values = param_values(facts, scalar=True)
@@ -69,6 +88,8 @@ def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products)
         f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
+        "REPAIRS": bool(kernel.tasks & _REPAIRS),
+        "MARKED": program.entries != NO_ENTRIES,
         **learned.flags,
     }
     given = [*parameters(facts), *(LIST_PARAMETERS if listed else ()), *learned.given]
@@ -156,6 +177,7 @@ def constants(facts: KernelFacts, config: Config, products: Products) -> Flags:
         "KV_KIND": facts.kv_kind,
         "PRECISION": products.precision,
         "UPCAST": products.upcast,
+        "REPAIRS": False,
     }
 
 
@@ -195,6 +217,28 @@ def sink_of_program(program: Program, facts: KernelFacts) -> tuple[str, set[str]
     doc = "The logit that is in the denominator of each row of a head."
     form = "tl.sum({}, 1)" if facts.packed_heads else "tl.sum({})"
     return _head_function("sink_of_head", program.sink, facts, doc, form)
+
+
+def wrong_entries(program: Program, facts: KernelFacts) -> tuple[str, set[str]]:
+    """The function that tells which entries are wrong, and the library functions that it uses."""
+    doc = "Whether a batch entry has a number of keys or an offset that cannot be."
+    ranges = [(program.entries.lengths, const(0), size("kv_len"))]
+    most = node(Op.SUB, const(POSITION_LIMIT - 1), size("q_len"))
+    ranges.append((program.entries.starts, node(Op.NEG, most), most))
+    # What no expression reads is no argument, and decides nothing.
+    read = {capture.name for capture in facts.captures}
+    wrong = []
+    for name, low, high in ranges:
+        if name in read:
+            number = load(name, DType.INT, var("b"))
+            wrong.append(node(Op.OR, node(Op.LT, number, low), node(Op.LT, high, number)))
+    if not wrong:
+        return program_function("is_wrong", "", facts, doc, ["return False"], False), set()
+    printed = print_expressions(
+        (reduce(partial(node, Op.OR), wrong),), replace(facts.names(), scalar=True)
+    )
+    body = [*printed.lines, f"return {printed.results[0]}"]
+    return program_function("is_wrong", "", facts, doc, body, False), set(printed.helpers)
 
 
 def _head_function(

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
-from attndsl.ir import NO_ENTRIES, DType, Op, const, load, node, size, var
-from attndsl.passes.widths import POSITION_LIMIT
+from attndsl.ir import NO_ENTRIES
 
-from ..emit.device_functions import (
-    param_values,
-    parameters,
-    program_function,
-    record_of_given,
-)
-from ..emit.expression import made_field, print_expressions
+from ..emit.device_functions import param_values, parameters, record_of_given
+from ..emit.expression import made_field
 from ..emit.facts import FP8_TYPE, block_widths
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Products, fill_template
@@ -30,13 +22,17 @@ from .decode_tiles import (
     is_looked_up,
     sharing_of,
 )
-from .generate import constants, flags_of_program, functions_of_program, sink_of_program
+from .generate import (
+    constants,
+    flags_of_program,
+    functions_of_program,
+    sink_of_program,
+    wrong_entries,
+)
 
 if TYPE_CHECKING:
-    from attndsl.ir import Program
     from attndsl.passes.tiles.plan import LoopPlan
 
-    from ..emit.facts import KernelFacts
     from ..kernels.config import Config
     from ..kernels.kernel import Job
 
@@ -47,7 +43,7 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     program = lowered.program
     functions, helpers = functions_of_program(lowered, facts)
     sink, used = sink_of_program(program, facts)
-    wrong, more = _wrong_entries(program, facts)
+    wrong, more = wrong_entries(program, facts)
     assert kernel.loop is not None
     values = param_values(facts, scalar=True)
     loops, found = print_loop(kernel.loop_name, kernel.loop.along, loop, values, facts.names())
@@ -95,25 +91,3 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         __package__, kernel.templates, (kernel.entry,), texts, used, flags, given,
         {"values": wrapped(values)},
     )  # fmt: skip
-
-
-def _wrong_entries(program: Program, facts: KernelFacts) -> tuple[str, set[str]]:
-    """The function that tells which entries are wrong, and the library functions that it uses."""
-    doc = "Whether a batch entry has a number of keys or an offset that cannot be."
-    ranges = [(program.entries.lengths, const(0), size("kv_len"))]
-    most = node(Op.SUB, const(POSITION_LIMIT - 1), size("q_len"))
-    ranges.append((program.entries.starts, node(Op.NEG, most), most))
-    # What no expression reads is no argument, and decides nothing.
-    read = {capture.name for capture in facts.captures}
-    wrong = []
-    for name, low, high in ranges:
-        if name in read:
-            number = load(name, DType.INT, var("b"))
-            wrong.append(node(Op.OR, node(Op.LT, number, low), node(Op.LT, high, number)))
-    if not wrong:
-        return program_function("is_wrong", "", facts, doc, ["return False"], False), set()
-    printed = print_expressions(
-        (reduce(partial(node, Op.OR), wrong),), replace(facts.names(), scalar=True)
-    )
-    body = [*printed.lines, f"return {printed.results[0]}"]
-    return program_function("is_wrong", "", facts, doc, body, False), set(printed.helpers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,9 @@ TANGENT = _of_loop(
     templates=("weights", "tangent"),
     waves=_FOUR_WAVES,
 )
+REPAIR = replace(FORWARD, name="repair", tasks=frozenset({Task.REPAIR}))
+REPAIR_KV = replace(BACKWARD_KV, name="repair_kv", tasks=frozenset({Task.REPAIR_GRADIENTS}))
+REPAIR_Q = replace(BACKWARD_Q, name="repair_q", tasks=frozenset({Task.REPAIR_GRADIENTS}))
 DISTANCES = _kernel(
     name="distances",
     tasks=frozenset({Task.DISTANCES}),
@@ -145,7 +149,7 @@ SCATTER_TOGETHER = _kernel(
     sums=sums.TOGETHER,
 )
 KERNELS: tuple[Kernel, ...] = (
-    FORWARD, BACKWARD_KV, BACKWARD_Q, TANGENT,
+    FORWARD, BACKWARD_KV, BACKWARD_Q, TANGENT, REPAIR, REPAIR_KV, REPAIR_Q,
     DISTANCES, PAIRS, STORED, SCATTER_BOUNDS, SCATTER_SUMS, SCATTER_TOGETHER,
 )  # fmt: skip
 """In the order in which a task launches them."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attndsl import compat, errors
+from attndsl.compat.programs import packed_rows
 
 
 def plain(q, k, v, *, mask, scale=None, softcap=0.0, slopes=None, distance=None):
@@ -124,6 +125,34 @@ def test_rows_behind_the_last_sequence_are_zero():
     out = compat.flash_attn_varlen_func(x, x, x, cu, cu, 4, 4)
     assert torch.equal(out[7:], torch.zeros(3, 2, 8))
     close(out[3:7], expected(x[3:7], x[3:7], x[3:7], {}, 0)[0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_before_the_first_sequence_are_zero(causal):
+    x = torch.randn(10, 2, 8)
+    cu = torch.tensor([0, 4, 7, 10])
+    inputs = [x.clone().requires_grad_() for _ in range(3)]
+    call = {"causal": causal, "return_attn_probs": True}
+    whole, lse, _ = compat.flash_attn_varlen_func(*inputs, cu, cu, 4, 4, **call)
+    weights = torch.randn(10, 2, 8)
+    wanted = torch.autograd.grad((whole * weights)[4:].sum(), inputs)
+    found, found_lse, _ = compat.flash_attn_varlen_func(*inputs, cu[1:], cu[1:], 4, 4, **call)
+    assert torch.equal(found[:4], torch.zeros(4, 2, 8))
+    assert (found_lse[:, :4] == -torch.inf).all()
+    close(found[4:], whole[4:].double())
+    close(found_lse[:, 4:], lse[:, 4:].double())
+    for grad, exact in zip(
+        torch.autograd.grad((found * weights).sum(), inputs), wanted, strict=True
+    ):
+        close(grad, exact.double())
+        assert torch.equal(grad[:4], torch.zeros(4, 2, 8))
+
+
+def test_rows_of_sequences_that_fall_see_nothing_where_values_are_not_read():
+    rows = packed_rows(8, *(torch.tensor(x) for x in ([0, 6, 3, 8], [0, 6, 3], [6, -3, 5])), True)
+    seen = [set(range(a, b)) for a, b in zip(rows.first.tolist(), rows.end.tolist(), strict=True)]
+    for row, keys in enumerate(seen):
+        assert not keys or (row < 6 and keys == set(range(6))) or keys == set(range(3, 8))
 
 
 @pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
@@ -339,6 +368,12 @@ CU = torch.tensor([0, 4])
         (
             lambda: compat.flash_attn_varlen_func(X[0], X[0], X[0], CU, CU + 1, 4, 4),
             errors.ArgumentError, "there are 4 rows",
+        ),
+        (
+            lambda: compat.flash_attn_varlen_func(
+                X[0], X[0], X[0], torch.tensor([0, 3, 1]), torch.tensor([0, 3, 4]), 4, 4
+            ),
+            errors.ArgumentError, "where the one before it ends",
         ),
         (
             lambda: compat.flash_attn_with_kvcache(X, X, X, cache_seqlens=torch.tensor([1, 2])),

@@ -148,6 +148,24 @@ def test_unused_rows_between_entries():
     assert (grad[2:4] == 0).all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_before_the_first_entry_see_nothing(causal):
+    values = torch.randn(9, 2, 8, requires_grad=True)
+    whole, part = (
+        torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets)).transpose(1, 2)
+        for offsets in ([0, 3, 7, 9], [3, 7, 9])
+    )
+    out = scaled_dot_product_attention(part, part, part, is_causal=causal).transpose(1, 2).values()
+    wanted = (
+        scaled_dot_product_attention(whole, whole, whole, is_causal=causal).transpose(1, 2).values()
+    )
+    assert torch.equal(out[:3], torch.zeros(3, 2, 8))
+    torch.testing.assert_close(out[3:], wanted[3:])
+    (found,) = torch.autograd.grad(out.sum(), values)
+    (exact,) = torch.autograd.grad(wanted[3:].sum(), values)
+    torch.testing.assert_close(found, exact)
+
+
 def test_dropout_drops_pairs():
     x = _split(_nested([30, 20]))
     torch.manual_seed(5)

@@ -13,6 +13,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import attndsl
 from attndsl import scaled_dot_product_attention
 from attndsl.torch_api.masks import capture_mask
+from attndsl.torch_api.programs import program_text
 
 MASKS = {
     "kv": (11,),
@@ -122,6 +123,37 @@ def test_rows_that_see_nothing_are_zero(kind):
     assert (grads[0][:, :, 2] == 0).all()
     expected = torch.nn.functional.scaled_dot_product_attention(**operands, attn_mask=mask)
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 8), (8,), (8, 1), (1, 1, 8, 8), (2, 1, 8), (1, 2, 8, 8), (1, 1, 1, 1), (2, 1, 1)]
+)
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+def test_only_minus_infinity_masks(shape, odd):
+    q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+    mask = torch.zeros(shape)
+    mask.view(-1)[-1] = odd
+    if mask.numel() > 1:
+        mask.view(-1)[0] = -torch.inf
+    wide = mask.expand(8, 8) if mask.dim() == 1 else mask
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, wide)
+    found = scaled_dot_product_attention(q, k, v, mask)
+    assert wanted.isnan().any()
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    mine, theirs = (torch.autograd.grad(out.sum(), q)[0] for out in (found, wanted))
+    assert torch.equal(mine.isnan(), theirs.isnan())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("dims", ["kv_len", "q_len, kv_len"])
+def test_a_tile_of_minus_infinity_and_nan_is_live(backend, dims):
+    form = ("bias", "sparse bias", tuple(dims.split(", ")))
+    attn = attndsl.compile(program_text("all", (form,), False), backend=backend)
+    q, k, v = (torch.randn(1, 1, 160, 16) for _ in range(3))
+    mask = torch.zeros(160, 160) if "q" in dims else torch.zeros(160)
+    mask[..., 128:] = -torch.inf
+    mask[..., 150] = torch.nan
+    assert attn(q, k, v, bias=mask).isnan().all()
 
 
 def test_masks_let_tiles_be_skipped():

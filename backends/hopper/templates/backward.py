@@ -92,6 +92,8 @@ def add_query_tile(
     dp = warpgroup_mma_wait(0, deps=[weighing])
     if SIGNED_WEIGHTS:
         ds = gl.maximum(p, 0.0) * dp - gl.abs(p) * delta[None, :]
+        if SPARES_DEAD:
+            ds = gl.where(p == 0.0, 0.0, ds)
         if GRAD_OF_COLUMN:
             column_sums += partial_row_sums(ds)
         if HAS_DERIVATIVE:
@@ -99,6 +101,8 @@ def add_query_tile(
     elif GRAD_OF_COLUMN:
         # The derivative does not vary within a head.
         final_ds = p * (dp - delta[None, :])
+        if SPARES_DEAD:
+            final_ds = gl.where(p == 0.0, 0.0, final_ds)
         ds = final_ds * derivative
         column_sums += partial_row_sums(final_ds)
     else:

@@ -313,7 +313,11 @@ def gradient_of_score(p_slope, dp, delta):
     """From the gradient of the weights: that of the score, ``p_slope`` slopes of the weights by it."""
     if not OWN_WEIGHTS:
         dp = dp - delta[None, :]
-    return p_slope * dp
+    if SPARES_DEAD:
+        # Sums of several sequences' pairs must not take in 0 times what is not finite.
+        return gl.where(p_slope == 0.0, 0.0, p_slope * dp)
+    else:
+        return p_slope * dp
 
 
 @gluon.jit

@@ -20,8 +20,14 @@ def add_query_tile(
     checked: tl.constexpr = PARTIAL or RAGGED_FULL
     q_tile = load_tile(operands.q, corner.q, sizes.q_len, D, BLOCK_M, BLOCK_D, checked)
     of_head = statistics_rows(head.b * sizes.heads + head.h, sizes.q_len)
-    shift = tl.load(operands.lse.shift + of_head + rows)
-    rest = tl.load(operands.lse.rest + of_head + rows)
+    if REPAIRS:
+        own = (head.b * sizes.heads + head.h).to(tl.int64) * sizes.q_len
+        # As forwards store it: the rests lie behind all shifts.
+        lse = load_log_sum(operands.lse.shift, own + rows, plane_of(sizes), rows < sizes.q_len)
+        shift, rest = lse.shift, lse.rest
+    else:
+        shift = tl.load(operands.lse.shift + of_head + rows)
+        rest = tl.load(operands.lse.rest + of_head + rows)
     q = positions(rows, sizes.q_len, q_origin, Q_KIND)[None, :]
     s = dot(k_tile, tl.trans(q_tile), PRECISION, UPCAST)
     pairs = Pairs(q, key_tile.places, (rows < sizes.q_len)[None, :], key_tile.exists[:, None])
@@ -52,6 +58,9 @@ def add_query_tile(
             sums, tl.where(exists, ds, 0.0), weights.raw, exists, pairs.q, pairs.kv, scope
         )
     ds = through_score(ds, weights, pairs, scope, PARTIAL)
+    if REPAIRS and PARTIAL:
+        kept, do_tile = for_live_pairs(kept, exists, do_tile)
+        ds, q_tile = for_live_pairs(ds, exists, q_tile)
     # dV comes after dS: its operand is ready, and issuing it earlier spills registers.
     dv = dot_add(kept.to(do_tile.dtype), do_tile, dv, PRECISION, UPCAST)
     dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, PRECISION, UPCAST)
@@ -88,6 +97,18 @@ def attention_backward_kv(
     shift = shift_of(origins, Q_KIND, KV_KIND)
     first = tile * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
+    if REPAIRS:
+        # Tiles that are finite stay as they are.
+        own_dk = head_of_result(Tensor(DK, rows_dkb, rows_dkh, rows_dkn), b, hkv, D)
+        own_dv = head_of_result(Tensor(DV_OUT, rows_dvb, rows_dvh, rows_dvn), b, hkv, DV)
+        found_dk = load_tile(
+            Rows(own_dk, rows_dkn * D), first, kv_len, D, BLOCK_N, BLOCK_D, True
+        )
+        found_dv = load_tile(
+            Rows(own_dv, rows_dvn * DV), first, kv_len, DV, BLOCK_N, BLOCK_DV, True
+        )
+        if is_finite(found_dk) & is_finite(found_dv):
+            return
     kv = positions(columns, kv_len, kv_origin, KV_KIND)[:, None]
     k = rows_of(Tensor(K, stride_kb, stride_kh, stride_kn), b, hkv)
     k_tile = load_tile(k, first, kv_len, D, BLOCK_N, BLOCK_D, True)

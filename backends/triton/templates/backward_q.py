@@ -53,6 +53,8 @@ def add_key_tile(grads, query, kv_tile, keys, scale, scope, PARTIAL: tl.constexp
             sums, tl.where(exists, ds, 0.0), weights.raw, exists, pairs.q, pairs.kv, scope
         )
     ds = through_score(ds, weights, pairs, scope, PARTIAL)
+    if REPAIRS and PARTIAL:
+        ds, k_tile = for_live_pairs(ds, exists, k_tile)
     dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, PRECISION, UPCAST)
     return dq, sums
 
@@ -85,6 +87,11 @@ def attention_backward_q(
     shift = shift_of(origins, Q_KIND, KV_KIND)
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
+    if REPAIRS:
+        # A tile that is finite stays as it is.
+        found = rows_of_result(Tensor(DQ, rows_dqb, rows_dqh, rows_dqm), head.b, head.h, D)
+        if is_finite(load_tile(found, first, q_len, D, BLOCK_M, BLOCK_D, True)):
+            return
     q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
     keys = Keys(
         rows_of(Tensor(K, stride_kb, stride_kh, stride_kn), head.b, head.hkv),
@@ -96,10 +103,15 @@ def attention_backward_q(
     do = rows_of(Tensor(DOUT, stride_gb, stride_gh, stride_gm), head.b, head.h)
     do_tile = load_tile(do, first, q_len, DV, BLOCK_M, BLOCK_DV, True)
     of_head = statistics_rows(head_of_batch, q_len)
-    lse_shift = tl.load(LSE_SHIFT + of_head + rows, mask=rows < q_len, other=float("inf"))
-    lse_rest = tl.load(LSE_REST + of_head + rows, mask=rows < q_len, other=0.0)
+    if REPAIRS:
+        own = head_of_batch.to(tl.int64) * q_len
+        # As forwards store it: the rests lie behind all shifts.
+        lse = load_log_sum(LSE_SHIFT, own + rows, plane_of(sizes), rows < q_len)
+    else:
+        lse_shift = tl.load(LSE_SHIFT + of_head + rows, mask=rows < q_len, other=float("inf"))
+        lse_rest = tl.load(LSE_REST + of_head + rows, mask=rows < q_len, other=0.0)
+        lse = LogSum(lse_shift, lse_rest)
     delta = tl.load(DELTA + of_head + rows, mask=rows < q_len, other=0.0)
-    lse = LogSum(lse_shift, lse_rest)
     query = QueryTile(q_tile, do_tile, lse, delta, first, q, rows < q_len)
     grads = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), no_sums()
     visits = q_pass_visits(tile, shift, scope)

@@ -5,6 +5,16 @@
 
 
 @triton.jit
+def live_pairs(s, q, columns, scale, scope):
+    """Which pairs of a tile take part, from their q . k."""
+    if SCALED_FIRST:
+        s = s * scale
+    live = (columns.numbers < scope.sizes.kv_len)[None, :]
+    kv = positions(columns.numbers, scope.sizes.kv_len, columns.origin, KV_KIND)[None, :]
+    return live & mask_of_pair(s, live, q, kv, scope)
+
+
+@triton.jit
 def attend(
     softmax, q_tile, first_row, q, kv_tile, keys, scale, factor, scope, PARTIAL: tl.constexpr
 ):
@@ -16,6 +26,8 @@ def attend(
     s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
     p, softmax = weigh(s, softmax, first_row, q, columns, scale, factor, scope, PARTIAL, False)
     v_tile = load_tile(keys.v, first, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
+    if REPAIRS and PARTIAL:
+        p, v_tile = for_live_pairs(p, live_pairs(s, q, columns, scale, scope), v_tile)
     acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
     return Softmax(acc, softmax.row_sum, softmax.row_max)
 
@@ -50,6 +62,14 @@ def attention_forward(
         rows_of(Tensor(V, stride_vb, stride_vh, stride_vn), head.b, head.hkv),
         kv_origin,
     )
+    if REPAIRS:
+        # A tile that is finite stays as it is, and so does one that is NaN to tell of a wrong entry.
+        found = rows_of(Tensor(OUT, stride_ob, stride_oh, stride_om), head.b, head.h)
+        if is_finite(load_tile(found, first, q_len, DV, BLOCK_M, BLOCK_DV, True)):
+            return
+        if MARKED:
+            if is_wrong(scope):
+                return
     q_tile = load_tile(q_rows, first, q_len, D, BLOCK_M, BLOCK_D, True)
     # The running maximum needs a positive factor, so a negative scale is applied to the scores.
     if SCALED_FIRST:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support import backward_text
 from support.backward_text import (
     CASES,
     CONFIG,
@@ -62,6 +63,25 @@ def test_gradients_of_scores_are_stored(config, shape):
     tensors = inputs_of(*SHAPES[shape])
     found = run_with_slopes(tensors, config, Run(shape, 2))
     torch.testing.assert_close(found, slopes_of(tensors), atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("config", [CONFIG, PERSISTENT], ids=["usual", "persistent"])
+def test_gradients_of_dead_scores_are_zero_whatever_rows_have(config, monkeypatch):
+    """As programs are that tensors bound the keys of."""
+    clean = [x.abs() for x in inputs_of(128, 48, 2)]
+    rows = backward_text.statistics("bias", clean)
+    monkeypatch.setattr(backward_text, "statistics", lambda name, tensors: rows)
+    q, k, v, do = (x.clone() for x in clean)
+    # The machine takes NaN for what has yet to come. Of numbers above 0 infinities make none.
+    v[:, :, 30] = torch.inf
+    found = run_with_slopes([q, k, v, do], config, Run(1, 2, flags={"SPARES_DEAD": True}))
+    wanted = slopes_of(clean)
+    causal = torch.arange(128)[:, None] >= torch.arange(48)
+    assert (found.masked_select(~causal) == 0.0).all()
+    spoilt = torch.zeros(128, 48, dtype=torch.bool)
+    spoilt[30:, 30] = True
+    assert torch.equal(found.isinf(), spoilt.expand_as(found))
+    torch.testing.assert_close(found[:, :, ~spoilt], wanted[:, :, ~spoilt], atol=4e-3, rtol=4e-3)
 
 
 NEEDED_TO_STORE = {

@@ -43,7 +43,9 @@ TEXTS = {
         sink = s[h]
     """,
 }
+BOUNDED = "tensor n[batch]: int; mask = kv < n[b]; "
 PAIRWISE = {
+    f"tensor gain[heads]: float; {BOUNDED}score = gain[h] * score": "pair by pair",
     "tensor cap[heads]: float; score = cap[h] * tanh(score / cap[h])": "pair by pair",
     "tensor s[heads]: float; score = score + s[h] * (kv - q)": "distance",
     "tensor bias[q_len, kv_len]: float; score = score + bias[q, kv]": "pair by pair",

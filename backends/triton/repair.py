@@ -1,0 +1,70 @@
+"""Results that what is not finite has spoilt, made again by live pairs alone.
+
+Kernels multiply whole tiles, in which the weight of a dead pair is 0, and 0 * NaN is NaN. Where
+tensors bound which keys a row sees (``Program.bounded``), that of one sequence must not reach
+another, nor that of rows that belong to none. So behind the kernels of such a call others run, of
+the portable family: a program of theirs ends at once if its tile of the result is finite. If it is
+not, the tile is made again, with zeros for rows that are not finite, and weights of NaN for their
+live pairs. Nothing waits for the device, and nothing is copied.
+
+Scores, log-sum-exps and gradients of captures need no such kernel: they are made pair by pair, and
+dead pairs are left out by a choice, not by a product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..kernels.device import on_device, stream_of
+from ..memory_order import wide_dtype
+from .family import BackwardLaunches, launch_forward
+
+if TYPE_CHECKING:
+    import torch
+
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call, Gradients, Wants
+    from ..kernels.layout import Layout
+    from .extra_kernels import BackwardState
+
+
+def repair_results(
+    layout: Layout, lowered: Lowered, call: Call, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Make tiles of output and log-sum-exp again that are not finite; ``layout`` is the task's."""
+    launch_forward("repair", layout, lowered, call, out, lse)
+
+
+def repair_gradients(layout: Layout, state: BackwardState, wanted: Wants, found: Gradients) -> None:
+    """Make tiles of the gradients of q, k and v again that are not finite.
+
+    Args:
+        layout: The task's.
+        state: What the kernels of the backward have left.
+        wanted: Which gradients these have made.
+        found: The gradients, which are written to.
+    """
+    call, orders, device = state.call, layout.orders, state.lse.device
+    rows = (state.grad_out, state.lse, state.lse, state.delta)
+    with on_device(device):
+        run = BackwardLaunches(layout, state.lowered, call, rows, stream_of(device))
+        if (wanted.k or wanted.v) and call.k.shape[2]:
+            # What is not wanted is zeros, which stay as they are.
+            kind = wide_dtype(wanted.wide)
+            dk = orders.k.empty(call.k, kind).zero_() if found.k is None else found.k
+            dv = orders.v.empty(call.v, kind).zero_() if found.v is None else found.v
+            run.launch("repair_kv", [dk, dv], [*_rows_apart(dk), *_rows_apart(dv)])
+        if found.q is not None:
+            run.launch("repair_q", [found.q], _rows_apart(found.q))
+
+
+def rows_alone(wanted: Wants) -> Wants:
+    """``wanted`` without gradients of captures, as kernels of that task are asked for it."""
+    return replace(wanted, tensors=frozenset(), params=frozenset(), stores_ds=False)
+
+
+def _rows_apart(result: torch.Tensor) -> list[int]:
+    """Steps of a result by batch entry, head and row, in rows."""
+    return [step // result.shape[3] for step in result.stride()[:3]]
