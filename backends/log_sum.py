@@ -1,7 +1,7 @@
 """Log-sum-exps of rows in two parts: what forwards leave for backwards.
 
-A tensor (2, batch, heads, rows) has the greatest score of each row, or a number near it, and what is
-to be added for the log-sum-exp. Weights are ``exp(score - lse)``; a score of -1e9 and its row's
+A tensor (2, batch, heads, rows) has the greatest score of each row, or a number near it, and what
+is to be added for the log-sum-exp. Weights are ``exp(score - lse)``; a score of -1e9 and its row's
 log-sum-exp, -1e9 + log(n), are one number of fp32, so that the weights of such a row would be 1 in
 place of 1 / n. Rows with no live pair have -inf and 0. Users get the sum.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 FAR = 1024.0
-"""Up to this size, one number of fp32 is exact enough: weights are off by a factor of 1 + 2 ** -14."""
+"""Up to this size, one number of fp32 is exact enough: weights are off by 2 ** -14 of them."""
 
 
 class LogSum(NamedTuple):

@@ -88,7 +88,7 @@ def operands_of(operands, head):
 def with_statistics(operands, head_of_batch, sizes):
     """``operands`` with the statistics of head number ``head_of_batch`` alone.
 
-    The log-sum-exp (2, batch, heads, q_len) is contiguous, delta padded (:func:`statistics_rows`).
+    The ``LogSum`` (2, batch, heads, q_len) is contiguous, delta padded (:func:`statistics_rows`).
     """
     return Operands(
         operands.q,
@@ -115,7 +115,7 @@ def store_log_sum(LSE, line, lse, sizes, exist):
 
 @triton.jit
 def load_log_sum(LSE, line, plane, exist):
-    """The ``LogSum`` of rows, the rests in base 2; rows with no live pair have weights of 0 by it."""
+    """The ``LogSum`` of rows, rests in base 2; rows with no live pair have weights of 0 by it."""
     shift = tl.load(LSE + line, mask=exist, other=float("-inf"))
     rest = tl.load(LSE + plane + line, mask=exist, other=0.0)
     return LogSum(tl.where(shift == float("-inf"), float("inf"), shift), rest * LOG2E)
@@ -536,8 +536,8 @@ def row_statistics(
 
     LSE (2, batch, heads, q_len) and DLSE (batch, heads, q_len) are contiguous fp32; the others
     likewise, with the rows of a head padded (:func:`statistics_rows`) by rows with no live pair.
-    If FAR is not 0, shifts are part of the rests. But if one of the program's ROWS is so FAR from 0,
-    all rests have MARK added instead; or, if FAR is negative, rows are NaN that are too far for it.
+    If FAR is not 0, shifts are part of the rests. But if one of the program's ROWS is so FAR from
+    0, all rests have MARK added instead; or, if FAR is negative, rows too far for it are NaN.
     """
     q_tiles = tl.cdiv(q_len, STATISTICS_PADDING) * (STATISTICS_PADDING // ROWS)
     first = (tl.program_id(0) % q_tiles) * ROWS

@@ -203,8 +203,9 @@ class UnitPlaces(NamedTuple):
     """Where packed rows lie: their tile of queries, the scope of their first head, and of each row.
 
     The head of ``scope_of_rows`` has a column of numbers of query heads. ``factors`` are those of
-    their scores. ``token`` is the first one of their request, 0 where rows are not packed by tokens.
-    ``wrong`` tells whether their batch entry has a number of keys or an offset that cannot be.
+    their scores. ``token`` is the first one of their request, 0 where rows are not packed by
+    tokens. ``wrong`` tells whether their batch entry has a number of keys or an offset that cannot
+    be.
     """
 
     tile: Any

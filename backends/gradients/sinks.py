@@ -20,9 +20,9 @@ import torch
 from attndsl.ir import leaf_names
 
 from ..base import Gradients
+from ..log_sum import log_sum
 from ..tiled.capture_gradients import CaptureSums
 from ..tiled.plan import Step
-from ..log_sum import log_sum
 from ..tiled.torch_tiles import Expressions
 
 if TYPE_CHECKING:

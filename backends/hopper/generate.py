@@ -189,7 +189,7 @@ def _flags(spec: ModuleSpec) -> Flags:
 
 
 def has_wide_lines(lowered: Lowered) -> bool:
-    """Whether tensors of positions give what scores have of rows or columns: it may have any size."""
+    """Whether tensors of positions give what scores have of rows or columns: it may be large."""
     placed = lowered.placed
     return _is_wide(placed.row) or _is_wide(placed.column)
 

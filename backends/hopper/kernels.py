@@ -24,7 +24,6 @@ from .tiles import CANDIDATES, candidates, for_busy_producers, for_lengths, with
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
 
-    from ..emit.facts import KernelFacts
     from ..emit.template import Products
     from ..kernels.kernel import Job
     from ..kernels.machine import Machine

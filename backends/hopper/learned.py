@@ -21,9 +21,9 @@ from attndsl.ir import Op, const, dependencies, leaf_names, node, substitute, to
 from attndsl.passes.differentiate import vjp
 from attndsl.passes.place import AWAY
 
+from ..log_sum import log_sum
 from ..tiled.capture_gradients import CaptureSums
 from ..tiled.plan import Step
-from ..log_sum import log_sum
 from ..tiled.torch_tiles import Expressions
 from .blocks import block_width
 

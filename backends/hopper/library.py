@@ -360,7 +360,7 @@ def lazy_difference(scores, shifts):
 
 @triton.constexpr_function
 def shifting(number):
-    """PTX of :func:`lazy_shift` for the ``number`` elements that a thread has of a product's tile."""
+    """PTX of :func:`lazy_shift` for ``number`` elements, those of a thread."""
     rest, place, factor = (f"${part * number}" for part in (2, 3, 4))
     lines = [
         ".reg .pred far; .reg .f32 one, other, inverse, mark; .reg .b32 lane; .reg .b64 own;",
@@ -395,8 +395,8 @@ def lazy_shift(scores, rests, shifts, factor):
     """Scores (keys, queries) of which the rests in base 2 may be taken off, times ``factor``.
 
     Rests of 4096 and more mark queries whose log-sum-exps are far from 0, see ``row_statistics``:
-    all of 64, or none. Their shifts, which lie at ``shifts``, are taken off here, with one rounding,
-    and what marks them is added.
+    all of 64, or none. Their shifts, which lie at ``shifts``, are taken off here, with one
+    rounding, and what marks them is added.
     """
     EACH: gl.constexpr = scores.shape[0] * scores.shape[1] // 128
     places = gl.zeros_like(scores).to(gl.int64) + shifts.to(gl.int64)

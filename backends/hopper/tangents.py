@@ -10,8 +10,8 @@ import torch
 
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.device import on_device, stream_of
-from ..log_sum import of_one_number
 from ..kernels.tile_lists import lists_of
+from ..log_sum import of_one_number
 from .launch import descriptor_strides
 from .layout import described
 

@@ -42,7 +42,7 @@ class Layout:
     work_tiles: Mapping[str, int]
     """How many work tiles a call has, for the same kernels."""
     rows: torch.Tensor
-    """(2, batch, heads, q_len) fp32, one element of memory. Room for a number a row is made like it,
+    """(2, batch, heads, q_len) fp32, one element of memory. Room for log-sum-exps is made like it,
     in half the time that sizes and a dtype take (M29), but in bound calls: see :mod:`.bound`."""
     lines: Lines = NO_LINES
     """What the kernels of a backward add up along rows and columns."""

@@ -128,7 +128,7 @@ class Portable:
         self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
     ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
         """See :class:`~..kernels.kernel.Family`."""
-        _, lse, grad_out, _, wanted = backward
+        grad_out, wanted = backward.grad_out, backward.wanted
         q, k, v = call.q, call.k, call.v
         batch, heads, q_len, _ = q.shape
         kv_len, orders, lines = k.shape[2], layout.orders, layout.lines

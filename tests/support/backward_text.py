@@ -212,7 +212,8 @@ def run_backward(
         "q_desc": Descriptor(q, ROWS), "do_desc": Descriptor(do, ROWS),
         "k_desc": Descriptor(k, config.block_n), "v_desc": Descriptor(v, config.block_n),
         "lse_desc": Vector(lse2.flatten(), ROWS), "delta_desc": Vector(delta.flatten(), ROWS),
-        "LSE_SHIFT": Pointer(torch.zeros(lse2.numel())), "SUMS": Pointer(sums), "DK": Pointer(dk), "DV_OUT": Pointer(dv), "scale": WIDTH**-0.5,
+        "LSE_SHIFT": Pointer(torch.zeros(lse2.numel())), "SUMS": Pointer(sums),
+        "DK": Pointer(dk), "DV_OUT": Pointer(dv), "scale": WIDTH**-0.5,
         **sizes_of(q, k, run), "padded": number(padded), **steps_of_rows(kv_heads, kv_len),
         **of_pairs, **stored.arguments(config), "seed": SEED,
     }  # fmt: skip

@@ -153,7 +153,8 @@ class Operations:
             return lambda left, right: function(torch.as_tensor(left), torch.as_tensor(right))
 
         named = {
-            name: getattr(torch, name) for name in ("float32", "float64", "float16", "int8", "int32", "int64")
+            name: getattr(torch, name)
+            for name in ("float32", "float64", "float16", "int8", "int32", "int64")
         }
         layouts = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
                    "SwizzledSharedLayout", "NVMMASharedLayout")  # fmt: skip

@@ -13,10 +13,10 @@ from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.tiles import CANDIDATES
-from attndsl.backends.log_sum import public_lse
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.machine import machine_of
+from attndsl.backends.log_sum import public_lse
 from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache
 from attndsl.source import Source
