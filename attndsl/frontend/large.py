@@ -1,9 +1,8 @@
 """Large finite numbers where a score is meant to be masked: ``where(q >= kv, score, -1e9)``.
 
 Elsewhere such numbers stand for -inf, since an infinite score made NaN there. Here -inf is a mask.
-A finite number is none: its pairs are computed, and a row that has no other pairs has an output.
-The log-sum-exp of such a row is as large as the number, so that fp32 rounds away its weights: see
-M38 in docs/measured.md.
+A finite number is none: its pairs are computed, and a row that has no other pairs has the weights
+of what fp32 leaves of such scores: -1e9 + 3 is -1e9 there, and all of these are alike.
 
 Non-goals: numbers that a call or a configuration gives; elements of tensors; sums with ints, which
 are positions.
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from attndsl.source import Span
 
 LEAST = 1e5
-"""Sizes from which fp32 rounds a log-sum-exp to a hundredth."""
+"""Sizes from which fp32 rounds scores to a hundredth."""
 
 
 def large_numbers(tree: s.Tree) -> Iterator[ProgramWarning]:
@@ -87,7 +86,7 @@ def _size(item: s.Expr, floats: bool) -> float:
 def _warning(span: Span) -> ProgramWarning:
     return ProgramWarning(
         f"{span.text} is a number and no mask: its pairs are computed, and a row that has no other "
-        "pairs gets wrong weights, since fp32 rounds such scores",
+        "pairs weighs them alike, since fp32 rounds such scores",
         span,
         "write -inf, as in where(q >= kv, score, -inf), or a line 'mask = ...': tiles without live "
         "pairs are not visited then",

@@ -20,6 +20,7 @@ from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Literal, fill_template, import_lines
 from ..emit.text import wrapped
 from ..kernels.kernel import Task
+from ..log_sum import FAR
 from .blocks import block_width, is_above_128
 from .features.bias import BIAS
 from .features.diagonals import DIAGONALS
@@ -201,11 +202,25 @@ def has_wide_pairs(lowered: Lowered) -> bool:
 
 
 def _is_wide(root: Node | None) -> bool:
-    """Whether an expression looks positions up, as biases do that fill masked pairs."""
+    """Whether an expression may fill masked pairs with a large number.
+
+    Biases do, that are looked up by position, and numbers and params that ``where`` chooses.
+    """
     if root is None:
         return False
     varies = dependencies(root)
-    return any(x.op is Op.LOAD and not varies[x].isdisjoint(("q", "kv")) for x in toposort(root))
+    for item in toposort(root):
+        if item.op is Op.LOAD and not varies[item].isdisjoint(("q", "kv")):
+            return True
+        if item.op is Op.CONST and FAR < abs(float(item.value or 0)) < math.inf:
+            return True
+        if item.op is Op.WHERE and any(Op.PARAM in _ops(x) for x in item.args[1:]):
+            return True
+    return False
+
+
+def _ops(root: Node) -> set[Op]:
+    return {item.op for item in toposort(root)} if not reads_score(root) else set()
 
 
 def _is_scaled_first(spec: ModuleSpec) -> bool:

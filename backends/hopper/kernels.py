@@ -12,6 +12,7 @@ from attndsl.passes.tiles.plan import BACKWARD_KV, FORWARD
 from ..kernels.config import Config
 from ..kernels.kernel import FixedKernel, Kernel, Task
 from ..kernels.pair_work import instructions
+from ..log_sum import FAR
 from .arguments import arguments_of
 from .blocks import block_width, widest
 from .features.skips import parts_of_lists
@@ -189,11 +190,6 @@ spill hundreds of registers and compile for minutes: see M16 in docs/measured.md
 nothing overlaps with what reads the score: see M31 in docs/measured.md."""
 
 
-_FAR = 1024
-"""Up to this size, one fp32 number is exact enough for a log-sum-exp beside half types: weights are
-off by a factor of 1 + 2 ** -14."""
-
-
 def _width(job: Job) -> dict[str, int | bool]:
     return {"WIDTH": block_width(job.facts.head_dim)}
 
@@ -203,7 +199,7 @@ def _width_and_far(job: Job) -> dict[str, int | bool]:
     if has_wide_lines(lowered):
         far = 0
     elif has_wide_pairs(lowered):
-        far = _FAR
+        far = int(FAR)
     return {**_width(job), "FAR": far}
 
 

@@ -51,7 +51,7 @@ def test_the_warning_says_what_to_write():
         attndsl.compile("score = where(q >= kv, score, -1e9)", name="large.attn")
     assert str(caught[0].message) == (
         "large.attn:1:31: -1e9 is a number and no mask: its pairs are computed, and a row that has "
-        "no other pairs gets wrong weights, since fp32 rounds such scores\n"
+        "no other pairs weighs them alike, since fp32 rounds such scores\n"
         "    score = where(q >= kv, score, -1e9)\n"
         "                                  ^^^^\n"
         "  hint: write -inf, as in where(q >= kv, score, -inf), or a line 'mask = ...': tiles "

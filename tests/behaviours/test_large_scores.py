@@ -1,0 +1,91 @@
+"""Rows whose scores are large: weights, gradients and log-sum-exps of any finite size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attndsl
+
+LEAST = torch.finfo(torch.float32).min
+FILLS = (-1e4, -1e6, -1e9, -1e10, -1e30, LEAST, 1e30, 2.4e38)
+PROGRAMS = {
+    "pairs": "tensor m[q_len, kv_len]: float\nscore = score + m[q, kv]",
+    "causal pairs": "tensor m[q_len, kv_len]: float\nmask = causal()\nscore = score + m[q, kv]",
+    "keys": "tensor m[kv_len]: float\nscore = score + m[kv]",
+    "rows": "tensor m[q_len]: float\nscore = score + m[q]",
+    "sink": "tensor m[q_len, kv_len]: float\nscore = score + m[q, kv]\nsink = 0.5",
+}
+LENGTH = 70
+
+
+def bias_of(name: str, fill: float) -> torch.Tensor:
+    """One row of large scores alone, one with some, and one with a single huge one."""
+    if name in ("keys", "rows"):
+        bias = torch.full((LENGTH,), fill)
+        return bias if name == "keys" else bias.where(torch.arange(LENGTH) % 3 == 0, 0.0)
+    bias = torch.zeros(LENGTH, LENGTH)
+    bias[3] = bias[64] = fill
+    bias[7, 5:] = fill
+    bias[9, 4] = abs(fill)
+    return bias
+
+
+def by_hand(name, operands, bias):
+    """Output and log-sum-exp in fp64 of scores as fp32 holds them."""
+    q, k, v = operands
+    exact = (q @ k.mT) / q.shape[3] ** 0.5
+    added = bias[:, None] if name == "rows" else bias
+    scores = exact.detach().float() + added.float()
+    if name == "causal pairs":
+        seen = torch.ones_like(scores, dtype=torch.bool).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.double()
+    columns = [scores]
+    if name == "sink":
+        columns.append(scores.new_full((*scores.shape[:-1], 1), 0.5))
+    whole = torch.cat(columns, -1)
+    peak = whole.amax(-1, keepdim=True)
+    relative = scores - peak + (exact - exact.detach())
+    total = (whole - peak).exp().sum(-1, keepdim=True)
+    # The sum's gradient is that of the weights.
+    log = total.log() + ((relative.exp() / total).detach() * (exact - exact.detach())).sum(-1, True)
+    weights = (relative - log).exp()
+    return weights @ v, (peak + log).squeeze(-1)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_rows_of_large_scores(place, name, fill):
+    halves = place.device == "cuda"
+    bias = bias_of(name, fill).to(place.device)
+    for dtype in (torch.bfloat16, torch.float16) if halves else (torch.float32,):
+        operands = [torch.randn(1, 2, LENGTH, 16, device=place.device, dtype=dtype) for _ in "qkv"]
+        leaves = [x.clone().requires_grad_() for x in operands]
+        out, lse = attndsl.compile(PROGRAMS[name], backend=place.backend)(
+            *leaves, m=bias, return_lse=True
+        )
+        grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+        found = torch.autograd.grad((out, lse), leaves, (grad_out, grad_lse))
+        exact = [x.double().requires_grad_() for x in operands]
+        wanted = by_hand(name, exact, bias)
+        grads = torch.autograd.grad(wanted, exact, (grad_out.double(), grad_lse.double()))
+        bound = 0.06 if dtype is torch.bfloat16 else 0.01 if halves else 2e-5
+        for x, y in zip((out, *found), (wanted[0], *grads), strict=True):
+            assert (x.double() - y).abs().amax() < bound
+        torch.testing.assert_close(
+            lse.double(), wanted[1], rtol=1e-5, atol=1e-3 if halves else 1e-4
+        )
+
+
+@pytest.mark.parametrize("fill", [-1e9, -1e30])
+def test_numbers_in_the_text_are_large_too(place, fill):
+    """A row that sees nothing but such a number has the mean of all values."""
+    text = f"score = where(kv <= q - 8, score, {fill:.0f}.0)"
+    operands = [torch.randn(1, 2, LENGTH, 16, device=place.device) for _ in "qkv"]
+    kind = torch.bfloat16 if place.device == "cuda" else torch.float32
+    q, k, v = (x.to(kind) for x in operands)
+    out = attndsl.compile(text, backend=place.backend)(q, k, v)
+    mean = v.double().mean(2, keepdim=True).expand(-1, -1, 8, -1)
+    bound = 0.02 if kind is torch.bfloat16 else 1e-5
+    assert (out[:, :, :8].double() - mean).abs().amax() < bound
