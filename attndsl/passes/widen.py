@@ -23,6 +23,7 @@ from attndsl.ir import (
     dependencies,
     leaf_names,
     node,
+    sides,
     size,
     substitute,
     toposort,
@@ -155,6 +156,11 @@ def _combined(op: Op, operands: tuple[Node | None, ...]) -> Node | None:
     if first is None:
         return node(Op.NEG, others[0]) if op is Op.SUB else others[0]
     return node(op, first, others[0])
+
+
+def contracted(program: Program) -> frozenset[str]:
+    """Names of the tensors whose rows are contracted."""
+    return frozenset(side.name for item in _products(*program.roots()) for side in sides(item))
 
 
 def _products(*roots: Node) -> list[Node]:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.ir import SIZES, DType, Op, sides, toposort
+from attndsl.ir import SIZES, DType
+from attndsl.passes.widen import contracted
 
 from ..base import Call
 
@@ -38,9 +39,8 @@ def example_call(
     v = torch.empty(2, 2, 2, value_dim, dtype=dtype)
     kinds = {DType.FLOAT: torch.float32, DType.INT: torch.int32, DType.BOOL: torch.bool}
     numbers = {DType.FLOAT: 1.0, DType.INT: 1, DType.BOOL: True}
-    products = (item for item in toposort(*lowered.program.roots()) if item.op is Op.DOT)
-    # Contracted rows stand behind those of q and k where they have their dtype.
-    rows = {side.name for item in products for side in sides(item)}
+    # They stand behind those of q and k where they have their dtype.
+    rows = contracted(lowered.program)
     tensors = {
         decl.name: captures.get(
             decl.name,
