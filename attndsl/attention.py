@@ -490,7 +490,8 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             backend: ``triton``, ``hopper``, ``short`` or ``decode``; by default the one of these
                 that the program was compiled for by name, or ``triton``.
             captures: Values of the program's tensors and params, where the defaults (fp32, int32
-                and bool tensors; numbers) differ from the values that calls will pass.
+                and bool tensors, rows of ``dot`` in ``dtype``; numbers) differ from the values that
+                calls will pass.
             **named: The same, by keywords.
 
         Raises:

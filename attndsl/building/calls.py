@@ -18,6 +18,7 @@ import torch
 
 from attndsl.ir import DType
 from attndsl.made_up import make_captures
+from attndsl.passes.widen import contracted
 from attndsl.runtime.variants import optional_names
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Asked:
     dims: Mapping[str, int] = field(default_factory=dict)
     """Sizes of dims that programs introduce; others are those of :mod:`attndsl.made_up`."""
     captures: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """dtypes of captures; fp32, int32 and bool for others."""
+    """dtypes of captures; fp32, int32 and bool for others, and q's for rows of contractions."""
 
 
 class Example(NamedTuple):
@@ -196,8 +197,10 @@ def _captures(program: Program, asked: Asked, q: torch.Tensor, k: torch.Tensor) 
     found: dict[str, Any] = {}
     for param in program.params:
         found[param.name] = _NUMBERS[param.dtype] if param.default is None else param.default
+    rows = contracted(program)
     for name, tensor in make_captures(program, sizes, "cpu", torch.Generator()).items():
-        found[name] = tensor.to(asked.captures.get(name, tensor.dtype))
+        usual = q.dtype if name in rows else tensor.dtype
+        found[name] = tensor.to(asked.captures.get(name, usual))
     return found
 
 

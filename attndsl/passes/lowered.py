@@ -10,7 +10,7 @@ from .widen import Widened, widen
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attndsl.ir import Program
+    from attndsl.ir import Node, Program
 
     from .differentiate import Derivative
     from .place import Placed
@@ -45,7 +45,7 @@ def contractions_of(program: Program, lower: Callable[[Program], Lowered]) -> Co
     """How the contractions of ``program`` run; ``lower`` lowers the program without them."""
     found = widen(program)
     if isinstance(found, Widened):
-        return Contractions(lower(found.program), found.terms)
+        return Contractions(lower(found.program), found.terms, found.row)
     return None if found is None else Contractions(None, why_not=found)
 
 
@@ -54,8 +54,10 @@ class Contractions:
     """How a program's contractions run."""
 
     wide: Lowered | None
-    """The same program without them: its raw score is the other's plus ``terms``. None where they
-    do not only add to it."""
+    """The same program without them: its raw score is the other's plus ``terms``, and its score the
+    other's plus ``row``. None where they do not only add."""
     terms: tuple[Term, ...] = ()
+    row: Node | None = None
+    """FLOAT; what is added to whole rows, which a softmax does not see."""
     why_not: str = ""
     """Why there is no such program."""

@@ -4,6 +4,9 @@ With u' = c u / scale, ``scale * (q . k) + c * (u . w)`` is ``scale * ([q, u'] .
 product of longer rows, which kernels make without knowing of contractions. Multi-head latent
 attention has its rotary keys beside the others so (DeepSeek-V2, arXiv 2405.04434, section 2.1.3).
 
+A softmax does not see contractions that are added to a whole row: lse(s + r) = lse(s) + r, and
+their gradient is that of the log-sum-exp. They leave the program before the others are looked at.
+
 Non-goals: contractions that other expressions than this sum read.
 """
 
@@ -20,6 +23,7 @@ from attndsl.ir import (
     dependencies,
     leaf_names,
     node,
+    sides,
     size,
     substitute,
     toposort,
@@ -27,7 +31,7 @@ from attndsl.ir import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Set
 
     from attndsl.ir import Program
 
@@ -52,6 +56,8 @@ class Widened:
 
     program: Program
     terms: tuple[Term, ...]
+    row: Node | None = None
+    """FLOAT; varies with rows alone. The given score is that of ``program``, plus this."""
 
 
 def widen(program: Program) -> Widened | str | None:
@@ -62,6 +68,9 @@ def widen(program: Program) -> Widened | str | None:
     """
     if not _products(*program.roots()):
         return None
+    program, row = _row_apart(program)
+    if row is not None and not _products(*program.roots()):
+        return Widened(program, (), row)
     for name in ("mask", "weights", "dropout"):
         root = getattr(program, name)
         if root is not None and _products(root):
@@ -90,7 +99,68 @@ def widen(program: Program) -> Widened | str | None:
     score = substitute(program.score, {total: rest})
     if _products(score):
         return "a contraction does more than add to the raw score"
-    return Widened(_with_score(program, score), tuple(terms))
+    return Widened(_with_score(program, score), tuple(terms), row)
+
+
+def _row_apart(program: Program) -> tuple[Program, Node | None]:
+    """``program`` without the contractions that are added to whole rows, and their sum.
+
+    A sink, and weights other than the softmax, see what is added to a row.
+    """
+    if program.sink is not None or program.weights is not None:
+        return program, None
+    # Of each expression with contractions: what is left of it, and what varies with rows alone.
+    parts: dict[Node, tuple[Node | None, Node | None]] = {}
+    of_rows: set[Node] = set()
+    for item in toposort(program.score):
+        # Contractions that vary with rows alone are numbers of rows like any other.
+        if of_rows.issuperset(item.args) and (item.args or dependencies(item)[item] <= _ROW):
+            of_rows.add(item)
+        if item.op is not Op.DOT and parts.keys().isdisjoint(item.args):
+            continue
+        parts[item] = (None, item) if item in of_rows else _split(item, parts, of_rows)
+    rest, row = parts.get(program.score, (program.score, None))
+    if row is None:
+        return program, None
+    return _with_score(program, const(0.0) if rest is None else rest), row
+
+
+def _split(
+    item: Node,
+    parts: Mapping[Node, tuple[Node | None, Node | None]],
+    of_rows: Set[Node],
+) -> tuple[Node | None, Node | None]:
+    """What is left of a sum without the part of rows, and that part; None for zeros."""
+    operands = [parts.get(arg, (arg, None)) for arg in item.args]
+    if all(row is None for _, row in operands):
+        return item, None
+    if item.op in (Op.ADD, Op.SUB, Op.NEG):
+        rest, row = (_combined(item.op, found) for found in zip(*operands, strict=True))
+        return rest, row
+    if item.op in (Op.MUL, Op.DIV):
+        first, second = item.args
+        if second in of_rows:
+            rest, row = (x and node(item.op, x, second) for x in operands[0])
+            return rest, row
+        if item.op is Op.MUL and first in of_rows:
+            rest, row = (x and node(item.op, first, x) for x in operands[1])
+            return rest, row
+    return item, None
+
+
+def _combined(op: Op, operands: tuple[Node | None, ...]) -> Node | None:
+    """``op``, which is a sum or a negation, of operands of which None are zeros."""
+    first, *others = operands
+    if not others or others[0] is None:
+        return first if first is None or others else node(op, first)
+    if first is None:
+        return node(Op.NEG, others[0]) if op is Op.SUB else others[0]
+    return node(op, first, others[0])
+
+
+def contracted(program: Program) -> frozenset[str]:
+    """Names of the tensors whose rows are contracted."""
+    return frozenset(side.name for item in _products(*program.roots()) for side in sides(item))
 
 
 def _products(*roots: Node) -> list[Node]:

@@ -248,7 +248,7 @@ def _nth(segments: tuple[Segment, ...], names: Names) -> tuple[list[str], set[st
 def _narrow(text: str, roots: tuple[Node, ...], names: Names) -> str:
     """``text`` in 32 bits: tiles are few, but what is loaded makes bounds that have 64."""
     parts = ranges(roots, names.int_bits, names.from_zero).values()
-    return text if all(fits(part) for part in parts) else f"({text}).to(tl.int32)"
+    return text if all(fits(part) for part in parts) else f"tl.cast({text}, tl.int32)"
 
 
 def _length(segment: Segment) -> Node:

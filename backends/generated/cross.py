@@ -16,6 +16,7 @@ from ..gradients.pairs import exact_captures
 from ..gradients.terms import is_plain, terms_of
 from ..kernels.arguments import arguments_of
 from ..kernels.compile import build, load_module
+from ..kernels.failures import KernelError
 from ..kernels.kernel import Job
 from ..kernels.machine import machine_of
 from ..kernels.modules import list_config
@@ -126,6 +127,8 @@ def _first_that_fits(
         try:
             arguments = job.kernel.arguments(function, job.facts, config)
             return _compile(job.kernel.name, function, arguments, (config,), machine)
+        except KernelError:
+            raise
         except BackendError as error:
             refusal = error
     assert refusal is not None

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import triton
+from triton import CompilationError
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import triton_key
@@ -25,6 +26,7 @@ from attndsl.logs import LOG
 
 from ..emit.parsing import parsing
 from .config import Config
+from .failures import kernel_error, reason_of
 from .side_by_side import Turn
 
 if TYPE_CHECKING:
@@ -123,6 +125,7 @@ def compile_kernel(
 
     Raises:
         OutOfResources: The compiled kernel needs more shared memory than that.
+        KernelError: Triton does not lower its text.
     """
     source = _source(function, arguments)
     options: dict[str, object] = {
@@ -138,7 +141,10 @@ def compile_kernel(
             hash_triton().join()
             return triton.compile(source, target=target, options=options)
 
-    kernel = parsing(compiled)
+    try:
+        kernel = parsing(compiled)
+    except CompilationError as error:
+        raise kernel_error(function, error) from error
     if kernel.metadata.shared > shared_memory:
         raise OutOfResources(kernel.metadata.shared, shared_memory, "shared memory")
     return kernel
@@ -189,6 +195,7 @@ def build(
         compiled: Gives what :func:`compile_kernel` does for the first config, or raises the same.
 
     Raises:
+        KernelError: Triton does not lower its text.
         BackendError: None fits; says what each lacked.
         ConfigError: Triton cannot write its files.
     """
@@ -206,7 +213,7 @@ def build(
             if load:
                 kernel._init_handles()
         except (OutOfResources, PTXASError) as refusal:
-            refusals.append(f"{config}: {refusal}")
+            refusals.append(f"{config}: {reason_of(refusal)}")
             continue
         except OSError as failure:
             raise ConfigError(
@@ -219,7 +226,7 @@ def build(
             # which reads the score; with fewer stages it succeeds.
             if _FAILED_PASS not in str(failure):
                 raise
-            refusals.append(f"{config}: {failure}")
+            refusals.append(f"{config}: {reason_of(failure)}")
             continue
         return Executable(kernel, config, False, _constants(arguments))
     raise BackendError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.ir import SIZES, DType
+from attndsl.passes.widen import contracted
 
 from ..base import Call
 
@@ -30,16 +31,22 @@ def example_call(
         head_dim: Head dim of q and k.
         value_dim: Head dim of v.
         dtype: dtype of q, k and v.
-        captures: Values of tensors and params; others are made up.
+        captures: Values of tensors and params; others are made up. Rows of contractions have
+            ``dtype`` then.
     """
     sizes = dict.fromkeys((*SIZES, *lowered.program.dim_names()), 2) | {"head_dim": head_dim}
     q, k = (torch.empty(2, 2, 2, head_dim, dtype=dtype) for _ in range(2))
     v = torch.empty(2, 2, 2, value_dim, dtype=dtype)
     kinds = {DType.FLOAT: torch.float32, DType.INT: torch.int32, DType.BOOL: torch.bool}
     numbers = {DType.FLOAT: 1.0, DType.INT: 1, DType.BOOL: True}
+    # They stand behind those of q and k where they have their dtype.
+    rows = contracted(lowered.program)
     tensors = {
         decl.name: captures.get(
-            decl.name, torch.zeros((2,) * len(decl.dims), dtype=kinds[decl.dtype])
+            decl.name,
+            torch.zeros(
+                (2,) * len(decl.dims), dtype=dtype if decl.name in rows else kinds[decl.dtype]
+            ),
         )
         for decl in lowered.program.tensors
     }

@@ -32,6 +32,7 @@ from .compile import (
     with_launcher,
 )
 from .config import MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, is_hopeless
+from .failures import KernelError
 from .heads import TAIL, headed
 from .kept_lists import KeptLists
 from .machine import current_machine
@@ -162,7 +163,7 @@ class Modules:
         """The kernels of ``jobs``, and with them those of ``fixed``.
 
         Raises:
-            BackendError: No tile size fits the device.
+            BackendError: Triton cannot compile a kernel, or no tile size fits the device.
         """
         # Without the lock, so that other threads begin with other programs meanwhile.
         self._compilations.wait(self.start(jobs, fixed, device, has_dlse))
@@ -301,6 +302,9 @@ class Modules:
                         self._begin(job, other, key, machine)
             try:
                 module, executable = self._attempt(job, config, key, machine, device)
+            except KernelError:
+                self._leave(key, job.kernel.name)
+                raise
             except BackendError as refusal:
                 LOG.info("%s for %s: %s does not fit: %s", job.kernel.name, machine.name, config,
                          refusal.message)  # fmt: skip

@@ -3,7 +3,10 @@
 Where contractions only add to the raw score, the kernels get longer rows of queries and keys (see
 :mod:`attndsl.passes.widen`); else the call is made of torch operations tile by tile.
 
-Rows of captured tensors are taken in the dtype of q, like those of k.
+Rows of captured tensors are taken in the dtype of q, like those of k. Where that would round them,
+the call is made tile by tile too.
+
+Contractions that are added to a whole row are computed once a row, for the log-sum-exp alone.
 
 Non-goals: contractions within kernels.
 """
@@ -67,13 +70,15 @@ class WidenedBackend(Backend):
             return
         assert lowered.contractions is not None
         assert lowered.contractions.wide is not None
-        width = _width_of(lowered, call)
-        # Shapes say all; rows are put together when the call is made.
-        q, k = (
-            x.new_empty((1, 1, 1, 1)).expand(*x.shape[:3], -(-width // _STEP) * _STEP)
-            for x in (call.q, call.k)
-        )
-        self.kernels.check(lowered.contractions.wide, call._replace(q=q, k=k))
+        if lowered.contractions.terms:
+            width = _width_of(lowered, call)
+            # Shapes say all; rows are put together when the call is made.
+            q, k = (
+                x.new_empty((1, 1, 1, 1)).expand(*x.shape[:3], -(-width // _STEP) * _STEP)
+                for x in (call.q, call.k)
+            )
+            call = call._replace(q=q, k=k)
+        self.kernels.check(lowered.contractions.wide, call)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -81,7 +86,8 @@ class WidenedBackend(Backend):
             return self._tiles.forward(lowered, call)
         with torch.no_grad():
             wide = Wide(lowered, call)
-        return self.kernels.forward(wide.lowered, wide.call)
+            out, lse = self.kernels.forward(wide.lowered, wide.call)
+            return out, wide.with_row(lse, 1.0)
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -89,10 +95,14 @@ class WidenedBackend(Backend):
             return self._tiles.backward(lowered, call, backward)
         with torch.no_grad():
             wide = Wide(lowered, call)
+            if backward.wanted.partial and wide.learns_row(backward.wanted):
+                # Here a row's scores add up to the gradient of no log-sum-exp.
+                return self._tiles.backward(lowered, call, backward)
             wanted = wide.wants(backward.wanted)
-            of_wide = backward._replace(wanted=wanted)
+            lse = wide.with_row(backward.lse, -1.0)
+            of_wide = backward._replace(wanted=wanted, lse=lse)
             found = self.kernels.backward(wide.lowered, wide.call, of_wide)
-            return wide.gradients(found, backward.wanted)
+            return wide.gradients(found, backward)
 
     def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -106,9 +116,17 @@ class WidenedBackend(Backend):
         assert lowered.contractions is not None
         if lowered.contractions.wide is None:
             return [f"  dot        torch operations, tile by tile: {lowered.contractions.why_not}"]
+        lines = []
+        if lowered.contractions.terms:
+            lines = [
+                "  dot        in one product with q and k, whose rows the others stand behind,",
+                f"             up to {MAX_WIDTH} elements; torch operations, tile by tile, beyond",
+                "             and for rows that the dtype of q would round",
+            ]
+        if lowered.contractions.row is not None:
+            lines += ["  row        dot without keys: torch operations, once a row, for lse alone"]
         return [
-            "  dot        in one product with q and k, whose rows the others stand behind,",
-            f"             up to {MAX_WIDTH} elements; torch operations, tile by tile, beyond",
+            *lines,
             *self.kernels.describe(lowered.contractions.wide, head_dim),
         ]
 
@@ -119,12 +137,23 @@ def why_tiles(lowered: Lowered, call: Call) -> str | None:
     assert contractions is not None, "other programs have backends of their own"
     if contractions.wide is None:
         return contractions.why_not
+    if not contractions.terms:
+        return None
+    own = call.q.dtype
+    for name in (side.name for term in contractions.terms for side in sides(term.product)):
+        given = call.tensors[name].dtype
+        if torch.promote_types(given, own) is not own:
+            return f"the dtype of q, {_short(own)}, would round rows of '{name}', {_short(given)}"
     width = _width_of(lowered, call)
     if width > MAX_WIDTH:
         return f"the rows of q and of the contractions have {width} elements, over {MAX_WIDTH}"
     if call.scale == 0.0:
         return "with scale=0 the raw score has no room for contractions"
     return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _width_of(lowered: Lowered, call: Call) -> int:
@@ -226,13 +255,14 @@ class Wide:
         assert contractions is not None
         assert contractions.wide is not None
         self._given = call
-        self._factor = 1.0 / call.scale
+        self._row = contractions.row
+        self._factor = 1.0 / call.scale if contractions.terms else 1.0
         terms = contractions.terms
         # Keys that differ between the query heads of a group need heads of their own.
         self._apart = call.q.shape[1] != call.k.shape[1] and any(map(_is_by_head, terms))
         keys = call if self._apart else _with_heads_of_keys(call)
-        of_queries, of_keys = _tile(call, "q"), _tile(keys, "kv")
-        self._queries = [_queries(term, call, of_queries) for term in terms]
+        self._of_queries, of_keys = _tile(call, "q"), _tile(keys, "kv")
+        self._queries = [_queries(term, call, self._of_queries) for term in terms]
         self._keys = [_keys(term, keys, of_keys) for term in terms]
         self.lowered, sizes, k, v = contractions.wide, call.sizes, call.k, call.v
         if self._apart:
@@ -240,8 +270,10 @@ class Wide:
             sizes = {**sizes, name: sizes["kv_heads"], "kv_heads": sizes["heads"]}
             group = call.q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        q = _joined(call.q, [rows.scaled(self._factor) for rows in self._queries])
-        k = _joined(k, [rows.scaled(1.0) for rows in self._keys])
+        q = call.q
+        if terms:
+            q = _joined(q, [rows.scaled(self._factor) for rows in self._queries])
+            k = _joined(k, [rows.scaled(1.0) for rows in self._keys])
         program = self.lowered.program
         self.call = call._replace(
             q=q, k=k, v=v,
@@ -249,6 +281,22 @@ class Wide:
             tensors={decl.name: call.tensors[decl.name] for decl in program.tensors},
             params={decl.name: call.params[decl.name] for decl in program.params},
         )  # fmt: skip
+
+    def with_row(self, lse: torch.Tensor, sign: float) -> torch.Tensor:
+        """``lse`` (batch, heads, queries) and what is added to each row; rows without pairs stay.
+
+        Args:
+            lse: Natural log.
+            sign: -1 to take it away again.
+        """
+        if self._row is None:
+            return lse
+        (row,) = self._of_queries.evaluate(self._row)
+        return torch.where(lse == -torch.inf, lse, lse + sign * row.squeeze(3))
+
+    def learns_row(self, wants: Wants) -> bool:
+        """Whether gradients are wanted of what is added to whole rows."""
+        return not (wants.tensors | wants.params).isdisjoint(leaf_names(self._row))
 
     def wants(self, wants: Wants) -> Wants:
         """What to ask the kernels for."""
@@ -263,9 +311,14 @@ class Wide:
             params=wants.params.intersection(self.call.params),
         )
 
-    def gradients(self, found: Gradients, wants: Wants) -> Gradients:
-        """The gradients of the call that was given, from those of :attr:`call`."""
-        given = self._given
+    def gradients(self, found: Gradients, backward: Backward) -> Gradients:
+        """The gradients of the call that was given, from those of :attr:`call`.
+
+        Args:
+            found: Those of :attr:`call`.
+            backward: What was asked for of the call that was given.
+        """
+        given, wants = self._given, backward.wanted
         sums = CaptureSums(given, wants)
         q, k, v = found.q, found.k, found.v
         if q is not None and k is not None:
@@ -273,6 +326,10 @@ class Wide:
                 rows.add_gradient(sums, part, self._factor)
             for rows, part in zip(self._keys, _parts(k, given, self._keys), strict=True):
                 rows.add_gradient(sums, part, 1.0)
+        if backward.grad_lse is not None and (of_row := sums.of(self._row)):
+            dead = backward.lse == -torch.inf
+            seed = backward.grad_lse.to(work_dtype(given)).masked_fill(dead, 0.0)
+            sums.add(of_row, seed.unsqueeze(3), self._of_queries)
         tensors, params = sums.tensors(), sums.params()
         for name, more in found.tensors.items():
             tensors[name] = tensors[name] + more

@@ -9,10 +9,12 @@ import torch
 
 import attndsl
 from attndsl import errors
+from attndsl.backends.base import Backward, Wants
 from attndsl.backends.tiled.dots import Wide, why_tiles
 from attndsl.passes.widen import with_heads_apart
 from attndsl.pipeline import lower
 from attndsl.runtime.bind import bind
+from attndsl.runtime.dispatch import backend_of
 from attndsl.source import Source
 
 DECLARED = {
@@ -208,6 +210,109 @@ def test_what_only_adds_to_the_score_is_part_of_its_product(name):
     narrow = bind(lowered.program, (wide_rows, wide_rows, v), captures)
     refused = why_tiles(lowered, narrow)
     assert (refused is None) == (240 + expected - 16 <= 256)
+
+
+ROWS = {
+    "plain": "score = score + c * dot(own[b, h, q, :], table[hkv, :])",
+    "alone": "score = -dot(own[b, h, q, :], table[hkv, :])",
+    "among others": (
+        "mask = q >= kv; score = (score + dot(own[b, h, q, :], shared[b, kv, :])) * gain[h]"
+        " - (rows[q] - dot(table[hkv, :], own[b, h, q, :]) ** 2 / 4) + columns[kv]"
+    ),
+    "some rows without pairs": "mask = kv < q - 3; score = rows[q] - dot(own[b, h, q, :],"
+    " own[b, h, 0, :]) / 2 + score",
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_added_to_whole_rows(check, kernels, name):
+    """Values and gradients, those of the log-sum-exp among them."""
+    body = ROWS[name]
+    check(kernels, _text(body), _inputs(check, kernels, body, heads=4, kv_heads=2))
+
+
+def test_a_softmax_does_not_see_what_is_added_to_whole_rows(check, kernels):
+    """No gradient of the output, not even a small one, and the output of the program without."""
+    body, tiles = ROWS["plain"], kernels.backend == "cpu"
+    dtype = torch.float32 if tiles else torch.bfloat16
+    inputs = _inputs(check, kernels, body, dtype).to(dtype)
+    q, k, v, captures = inputs.q, inputs.k, inputs.v, inputs.captures
+    captures["c"] = torch.tensor(20.0, device=kernels.device, requires_grad=True)
+    found, lse = attndsl.compile(_text(body), backend=kernels.backend)(
+        q, k, v, **captures, return_lse=True
+    )
+    plain = attndsl.compile("score", backend=kernels.backend)
+    expected, plain_lse = plain(q, k, v, return_lse=True)
+    # Torch operations, tile by tile, round what kernels do not compute.
+    atol = 1e-3 if tiles else 0.0
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0.0)
+    added = 20 * captures["own"].float() @ captures["table"][: q.shape[1], :, None].float()
+    torch.testing.assert_close(lse, plain_lse + added.squeeze(-1), atol=1e-3, rtol=1e-4)
+    given = tuple(captures.values())
+    for grad in torch.autograd.grad(found.float().square().sum(), given, retain_graph=True):
+        assert grad.abs().max() <= atol
+    (of_c,) = torch.autograd.grad(lse.sum(), captures["c"])
+    torch.testing.assert_close(of_c, added.sum() / 20, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "more", ["sink = 0.5", "weights = sigmoid(score)"], ids=["sink", "weights"]
+)
+def test_what_is_seen_of_rows_stays(check, kernels, more):
+    body = f"{ROWS['plain']}; {more}"
+    check(kernels, _text(body), _inputs(check, kernels, body))
+
+
+def test_rows_of_parts_of_keys(check, kernels):
+    """The gradient of a part has the share of its own keys."""
+    body = ROWS["plain"]
+    inputs = _inputs(check, kernels, body).to(torch.float32)
+    attention = attndsl.compile(_text(body), backend=kernels.backend)
+    lowered = attention.lowered
+    assert lowered.contractions.row is not None
+    backend, _ = backend_of(lowered, kernels.backend, inputs.q.device, False, torch.float32)
+    call = bind(lowered.program, (inputs.q, inputs.k, inputs.v), inputs.captures)
+    with torch.no_grad():
+        out, lse = backend.forward(lowered, call)
+        wants = Wants(tensors=frozenset({"own"}), partial=True)
+        grads = torch.ones_like(out), torch.ones_like(lse)
+        whole = backend.backward(lowered, call, Backward(out, lse, *grads, wants)).tensors["own"]
+        total, half = torch.zeros_like(whole), call.k.shape[2] // 2
+        for keys in (slice(0, half), slice(half, None)):
+            k, v = call.k[:, :, keys], call.v[:, :, keys]
+            part = call._replace(k=k, v=v, sizes={**call.sizes, "kv_len": k.shape[2]})
+            found = backend.backward(lowered, part, Backward(out, lse, *grads, wants))
+            total += found.tensors["own"]
+    torch.testing.assert_close(total, whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "names"),
+    [
+        (torch.float16, torch.float32, ["own"]),
+        (torch.float16, torch.float32, ["shared"]),
+        (torch.bfloat16, torch.float16, ["shared", "own"]),
+    ],
+    ids=["queries", "keys", "halves"],
+)
+def test_rows_keep_the_precision_that_they_are_given_with(check, kernels, dtype, given, names):
+    """Beside q and k of fewer bits, which would round them by 0.01 here."""
+    body = "score = score + dot(own[b, h, q, :], shared[b, kv, :]) * 30.0"
+    inputs = _inputs(check, kernels, body, dtype).to(dtype)
+    captures = dict(inputs.captures)
+    for name in names:
+        like = captures[name]
+        captures[name] = torch.randn(like.shape, device=like.device).to(given)
+    attention = attndsl.compile(_text(body), backend=kernels.backend)
+    call = bind(attention.lowered.program, (inputs.q, inputs.k, inputs.v), captures)
+    short = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+    refused = why_tiles(attention.lowered, call)
+    assert f"{short[dtype]}, would round rows of '{names[-1]}', {short[given]}" in refused
+    found = attention(inputs.q, inputs.k, inputs.v, **captures)
+    single = [x.detach().float() for x in (inputs.q, inputs.k, inputs.v)]
+    exact = attndsl.compile(_text(body), backend="reference")(*single, **captures)
+    atol = 8e-3 if dtype is torch.bfloat16 else 1e-3
+    torch.testing.assert_close(found.float(), exact, atol=atol, rtol=8e-3)
 
 
 def test_in_graphs(check, kernels):

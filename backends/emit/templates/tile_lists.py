@@ -145,7 +145,7 @@ def refine(
         kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
         there = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
         zeros = (rows[:, None] + columns[None, :]) * 0
-        mask = mask_of_pair(zeros, there, q, kv, scope)
+        mask = mask_of_pair(zeros.to(tl.float32), there, q, kv, scope)
         live = tl.where(mask, 1, 0) + zeros
         some = tl.max(tl.where(there, live, 0))
         every = tl.min(tl.where(there, live, 1))

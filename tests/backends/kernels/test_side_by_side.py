@@ -24,6 +24,7 @@ from attndsl.backends.generated.for_any_gpu import triton_backend
 from attndsl.backends.kernels import compile as compiling
 from attndsl.backends.kernels import modules, side_by_side
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.failures import KernelError
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.machine import machine_of
 from attndsl.backends.kernels.side_by_side import Compilations, Turn
@@ -219,6 +220,18 @@ def test_none_that_fits(on_gpu):
 
     with pytest.raises(BackendError, match="no tile size of this kernel fits"):
         prepared(on_gpu(compiled), "causal()", Task.FORWARD)
+
+
+def test_no_other_tile_size_is_tried_of_a_text_that_does_not_compile(on_gpu):
+    asked = []
+
+    def compiled(function, arguments, config, target, shared):
+        asked.append(config)
+        raise KernelError("Triton cannot compile it")
+
+    with pytest.raises(BackendError, match="Triton cannot compile it"):
+        prepared(on_gpu(compiled), "causal()", Task.FORWARD)
+    assert len(asked) == 1
 
 
 def test_errors_are_those_of_the_compilation(on_gpu):

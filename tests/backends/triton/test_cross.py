@@ -80,6 +80,7 @@ WIDE_BOUNDS = textwrap.dedent(
         "offset": "q >= kv and q - kv < 100",
         "lengths": "tensor n[batch]: int; mask = q >= kv and kv < n[b]",
         "param": "param n: int; mask = q >= kv and q - kv < n",
+        "constant": "-4294967296 >= -q",
     }
     case, size = sys.argv[1], int(sys.argv[2])
     lowered = lower(Source(TEXTS[case]), {})
@@ -91,6 +92,39 @@ WIDE_BOUNDS = textwrap.dedent(
     facts = facts_of(lowered.program, call)
     for kernel in cross_compile(lowered, facts, "cuda:90", configs, DIRECTIONS):
         print(kernel.name, kernel.config.block_m)
+    """
+)
+
+
+LISTS = textwrap.dedent(
+    """
+    import sys
+    import tempfile
+    from pathlib import Path
+    import torch
+    from attndsl.backends.emit.facts import facts_of
+    from attndsl.backends.emit.tile_lists import generate_lists
+    from attndsl.backends.kernels.arguments import arguments_of
+    from attndsl.backends.kernels.compile import build, load_module
+    from attndsl.backends.kernels.example import example_call
+    from attndsl.backends.kernels.machine import machine_of
+    from attndsl.backends.kernels.modules import list_config
+    from attndsl.pipeline import lower
+    from attndsl.source import Source
+
+    lowered = lower(Source(sys.argv[1]), {})
+    facts = facts_of(lowered.program, example_call(lowered, 16, 16, torch.float32, {}))
+    config, sizes = list_config(32, 32, 1)
+    machine = machine_of("cuda:90")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lists.py"
+        path.write_text(generate_lists(lowered, facts), "utf-8")
+        module = load_module(path, "lists")
+        for name in ("summarise", "classify", "refine", "list_tiles"):
+            function = getattr(module, name)
+            arguments = arguments_of(function, facts, sizes)
+            build(function, arguments, (config,), machine.target, machine.shared, load=False)
+            print(name)
     """
 )
 
@@ -269,12 +303,28 @@ def test_any_head_dim_fits_a_small_gpu(dtype: str, head_dim: int, kernels: str) 
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("offset", 32), ("lengths", 32), ("param", 16))
         ),
+        ("constant", 32),
     ],
 )
 def test_bounds_of_64_bits_make_loops_of_32(case: str, size: int) -> None:
     """Triton wants one type of a variable that a loop carries; the interpreter does not mind."""
     rows = _run(WIDE_BOUNDS, case, size)
     assert [row[1] for row in rows] == [str(size)] * 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # The kernel that looks at pairs has no scores, and is compiled all the same.
+        "mask = not q == hkv if ~bool(q) else not 2.0 >= kv == kv\n"
+        "score = where(int(clamp(ceil(floor(score)), -1000, 1000)) == -q, score, -inf)",
+        "mask = exp(score) < 2 and q % 5 != kv % 7",
+    ],
+    ids=["rounded", "exponential"],
+)
+def test_lists_of_masks_that_read_the_score_compile(text: str) -> None:
+    names = ["summarise", "classify", "refine", "list_tiles"]
+    assert [name for (name,) in _run(LISTS, text)] == names
 
 
 @pytest.mark.parametrize(
