@@ -183,6 +183,27 @@ def test_models_that_take_their_mask_for_an_array_are_refused(family, match):
     assert "'eager'" in caught.value.hint
 
 
+@torch.no_grad()
+def test_a_dict_leaves_the_part_that_is_refused_to_eager_attention():
+    model = hf_models.make("SigLIP 2")
+    torch.manual_seed(1)
+    given = {
+        "input_ids": torch.randint(3, hf_models.VOCAB, (2, 13)),
+        "pixel_values": torch.randn(2, 9, 3 * 4 * 4),
+        "pixel_attention_mask": (torch.arange(9) < torch.tensor([[9], [6]])).long(),
+        "spatial_shapes": torch.tensor([[3, 3], [2, 3]]),
+    }
+    wanted = model(**given)
+    model.set_attn_implementation("attndsl")
+    with pytest.raises(errors.UnsupportedError, match="reads 'repeat' of its mask"):
+        model(**given)
+    model.set_attn_implementation({"text_config": "attndsl", "vision_config": "eager"})
+    assert model.text_model.config._attn_implementation == "attndsl"
+    found = model(**given)
+    close(found.text_embeds, wanted.text_embeds)
+    close(found.image_embeds, wanted.image_embeds)
+
+
 USES = {
     "dtype": lambda mask: mask.dtype,
     "device": lambda mask: mask.device,

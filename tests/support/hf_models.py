@@ -172,6 +172,15 @@ def _bigbird_pegasus():
     return tf.BigBirdPegasusForConditionalGeneration, config
 
 
+def _siglip2():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = tf.Siglip2Config(
+        text_config={**sizes, "num_attention_heads": 4, "vocab_size": VOCAB},
+        vision_config={**sizes, "num_attention_heads": 4, "patch_size": 4, "num_patches": 9},
+    )
+    return tf.Siglip2Model, config
+
+
 DECODERS = {
     "Llama": _llama, "Mistral": _mistral, "Qwen3": _qwen3, "Qwen2": _qwen2, "Gemma 2": _gemma2,
     "Gemma 3": _gemma3, "GPT-OSS": _gpt_oss, "Llama 4": _llama4, "DeepSeek V3": _deepseek_v3,
@@ -182,6 +191,7 @@ FAMILIES = {**DECODERS, **OTHERS}
 APART = {
     "Gemma 4": _gemma4, "DeepSeek V3.2": _deepseek_v32, "DeepSeek V4": _deepseek_v4,
     "BridgeTower": _bridgetower, "Doge": _doge, "BigBird-Pegasus": _bigbird_pegasus,
+    "SigLIP 2": _siglip2,
 }  # fmt: skip
 """Models that treat masks in ways of their own, for tests of just that."""
 GENERATES = (*DECODERS, "T5", "Whisper")
