@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.runtime.seed import draw_seed
 
+from .masks import repeated
 from .programs import PREFIX
 
 if TYPE_CHECKING:
@@ -38,6 +41,36 @@ class Call(NamedTuple):
     """``q_offset`` and the like, where they are not the defaults."""
 
 
+def runs_eager_alone(module: torch.nn.Module) -> bool:
+    """Whether transformers allows the model of an attention eager attention alone.
+
+    Models say it on their classes, which stand in the file of their attentions.
+    """
+    for kind in type(module).__mro__:
+        beside = (
+            vars(sys.modules[kind.__module__]).values() if kind.__module__ in sys.modules else ()
+        )
+        models = [
+            x
+            for x in beside
+            if isinstance(x, type)
+            and issubclass(x, PreTrainedModel)
+            and x.__module__ == kind.__module__
+        ]
+        config = type(getattr(module, "config", None))
+        models = [x for x in models if x.config_class is config] or models
+        if models:
+            return not any(
+                x._supports_sdpa or x._supports_flash_attn or x._supports_flex_attn for x in models
+            )
+    return False
+
+
+def _instead(module: torch.nn.Module) -> str:
+    name = "eager" if runs_eager_alone(module) else "sdpa"
+    return f"use attn_implementation='{name}' for this model"
+
+
 def captures_of(own: Own | None, module: torch.nn.Module, options: Mapping[str, Any]) -> Any:
     """What the composed program captures, without what the mask does.
 
@@ -57,6 +90,11 @@ def captures_of(own: Own | None, module: torch.nn.Module, options: Mapping[str, 
         "p": options.get("dropout") or None,
     }  # fmt: skip
     given = {f"{PREFIX}{name}": value for name, value in asked.items() if value is not None}
+    if sink is not None and sink.dim() != 1:
+        raise UnsupportedError(
+            f"the model's attention sinks have shape {tuple(sink.shape)}, and not (heads,)",
+            hint=_instead(module),
+        )
     if own is None:
         return given
     for said, name, what in (
@@ -109,12 +147,12 @@ def check_options(
     if any(options.get(name) is not None for name in _CHOSEN):
         raise UnsupportedError(
             "the model's indexer chose keys for each query, and no mask says which",
-            hint="use attn_implementation='sdpa' for this model",
+            hint=_instead(module),
         )
     if query.dim() != 4:
         raise UnsupportedError(
             f"the model's queries have {query.dim()} dims",
-            hint="use attn_implementation='sdpa' for this model",
+            hint=_instead(module),
         )
     config = getattr(module, "config", None)
     if own is None or not (own.reads_positions or own.reads_lengths) or config is None:
@@ -138,12 +176,14 @@ def is_causal(
 ) -> bool:
     """Whether an attention is causal for which the model made no mask.
 
+    A module or a call may say so, to sdpa and FlashAttention. Eager attention never listens.
+
     Raises:
         UnsupportedError: Queries and keys differ in number, so that their positions are unknown.
     """
     rows, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if asked is None else asked
-    causal = bool(causal) and rows > 1
+    causal = bool(causal) and rows > 1 and not runs_eager_alone(module)
     reads = own is not None and (own.reads_positions or own.reads_lengths)
     if rows != keys and (causal or reads):
         raise UnsupportedError(
@@ -183,6 +223,28 @@ def captures_of_pairs(
         )
     name = "live" if mask.dtype is torch.bool else "added"
     return {f"{PREFIX}{name}": mask.expand(-1, -1, rows, -1)}
+
+
+def fitted(
+    own: Own | None, mask: Mask, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor
+) -> Mask:
+    """The mask for the queries and keys of a call; a mask of one row is that of all rows.
+
+    Raises:
+        UnsupportedError: It was made for other numbers of them, as where a model adds keys.
+    """
+    batch, _, rows, keys = mask.shape
+    if keys == key.shape[2] and batch in (1, query.shape[0]):
+        if rows == query.shape[2]:
+            return mask
+        if rows == 1:
+            return repeated(own, mask, query)
+    raise UnsupportedError(
+        f"the model made its mask for {rows} queries and {keys} keys of {batch} sequences, and "
+        f"calls attention with {query.shape[2]} queries and {key.shape[2]} keys of "
+        f"{query.shape[0]}",
+        hint=_instead(module),
+    )
 
 
 def located(mask: Mask, captures: dict[str, Any]) -> dict[str, Any]:

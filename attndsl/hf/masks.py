@@ -7,7 +7,7 @@ Where a mask is made outside of graphs, its function is traced at once. Within a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.utils.import_utils import is_tracing
@@ -22,10 +22,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from attndsl.attention import Attention
+    from attndsl.source import Span
 
     from .programs import Own
 
 Offset = int | torch.Tensor
+_HINT = (
+    "use attn_implementation='sdpa' for this model, or 'eager' if transformers refuses 'sdpa'. "
+    "A dict chooses for parts: {'text_config': 'attndsl', 'audio_config': 'eager'}"
+)
+
+
+class NotAnArrayError(UnsupportedError, AttributeError):
+    """A model's code that treats a mask as an array of all pairs.
+
+    An AttributeError too, so that libraries may ask by ``hasattr`` for what tensors have.
+    """
+
+    def __init__(self, message: str, span: Span | None = None, hint: str | None = _HINT) -> None:
+        UnsupportedError.__init__(self, message, span, hint)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +51,8 @@ class Mask:
     """(batch, 1, queries, keys); transformers looks at it."""
     attention: Attention | None
     """The composed program; None within graphs."""
-    function: Callable[..., Any] | None
-    """Of (b, h, q, kv), where there is no program yet."""
+    function: Callable[..., Any]
+    """Of (b, h, q, kv), at positions."""
     captures: Mapping[str, Any] = field(default_factory=dict)
     q_offset: Offset = 0
     kv_offset: Offset = 0
@@ -58,21 +73,44 @@ class Mask:
         parts = index if isinstance(index, tuple) else ()
         plain = len(parts) == len(self.shape) and all(isinstance(x, slice) for x in parts)
         if not plain or any(x != slice(None) for x in (*parts[:2], parts[3])):
-            raise UnsupportedError(
-                "the model takes a part of its mask, as if it were an array of all pairs",
-                hint="use attn_implementation='sdpa' for this model",
+            raise NotAnArrayError(
+                "the model takes a part of its mask, as if it were an array of all pairs"
             )
         batch, heads, count, keys = self.shape
         rows = range(count)[parts[2]]
         if rows.step != 1 or not rows:
-            raise UnsupportedError(
-                f"the model takes rows {parts[2]} of its mask",
-                hint="use attn_implementation='sdpa' for this model",
-            )
+            raise NotAnArrayError(f"the model takes rows {parts[2]} of its mask")
         return Mask(
             (batch, heads, len(rows), keys), self.attention, self.function, self.captures,
             self.q_offset + rows.start, self.kv_offset, self.lengths,
         )  # fmt: skip
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotAnArrayError(
+            f"the model reads '{name}' of its mask, as if it were an array of all pairs"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: object = (), kwargs: object = None
+    ) -> NoReturn:
+        name = getattr(func, "__name__", "a function of torch")
+        raise NotAnArrayError(
+            f"the model calls '{name}' with its mask, as if it were an array of all pairs"
+        )
+
+    def _compute(self, *others: object) -> NoReturn:
+        raise NotAnArrayError(
+            "the model computes with its mask, as if it were an array of all pairs"
+        )
+
+    __hash__ = object.__hash__
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compute
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _compute
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _compute
+    __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = __invert__ = _compute
+    __matmul__ = __rmatmul__ = __lshift__ = __rshift__ = __neg__ = __pos__ = __abs__ = _compute
+    __len__ = __iter__ = __bool__ = __int__ = __float__ = __setitem__ = _compute
 
 
 @dataclass(frozen=True)
@@ -120,15 +158,40 @@ def make_mask(own: Own | None, asked: Asked, function: Callable[..., Any]) -> Ma
     captures: dict[str, Any] = {} if pad is None else {f"{PREFIX}pad": pad}
     q_offset, kv_offset = (_kept_offset(offset, asked) for offset in offsets)
     shape = (asked.batch, 1, asked.rows, asked.keys)
+    mask = Mask(shape, None, function, captures, q_offset, kv_offset, lengths)
+    return _traced(own, mask, asked.device, (*offsets, pad))
+
+
+def repeated(own: Own | None, mask: Mask, query: torch.Tensor) -> Mask:
+    """The mask of one row for each row of the queries, as arrays broadcast."""
+    function, row = mask.function, mask.q_offset
+
+    def same(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return function(b, h, q * 0 + row, kv)
+
+    batch, heads, _, keys = mask.shape
+    captures = {name: x for name, x in mask.captures.items() if not name.startswith(MASK_PREFIX)}
+    found = Mask(
+        (batch, heads, query.shape[2], keys), None, same, captures, row, mask.kv_offset,
+        mask.lengths,
+    )  # fmt: skip
+    return _traced(own, found, query.device, (row, mask.kv_offset, query))
+
+
+def _traced(own: Own | None, mask: Mask, device: torch.device, given: tuple[object, ...]) -> Mask:
+    """The mask with a program, or as it is within graphs."""
     if torch.compiler.is_dynamo_compiling():
-        return Mask(shape, None, function, captures, q_offset, kv_offset, lengths)
-    if any(is_tracing(x) for x in (*offsets, pad) if isinstance(x, torch.Tensor)):
+        return mask
+    if any(is_tracing(x) for x in given if isinstance(x, torch.Tensor)):
         # Tensors without data would stay in the cache.
-        traced = trace_mods(None, function, torch.float32, asked.device, {}, (), None)
+        traced = trace_mods(None, mask.function, torch.float32, device, {}, (), None)
     else:
-        traced = default_traces().trace(None, function, torch.float32, asked.device, {})
-    captures |= {f"{MASK_PREFIX}{name}": value for name, value in traced.captures.items()}
-    return Mask(shape, composed(own, traced.text), None, captures, q_offset, kv_offset, lengths)
+        traced = default_traces().trace(None, mask.function, torch.float32, device, {})
+    named = {f"{MASK_PREFIX}{name}": value for name, value in traced.captures.items()}
+    return Mask(
+        mask.shape, composed(own, traced.text), mask.function, {**mask.captures, **named},
+        mask.q_offset, mask.kv_offset, mask.lengths,
+    )  # fmt: skip
 
 
 def _whole_lengths(asked: Asked) -> tuple[int, int] | None:

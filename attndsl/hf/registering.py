@@ -21,6 +21,7 @@ from .calls import (
     captures_of,
     captures_of_pairs,
     check_options,
+    fitted,
     is_causal,
     located,
     run,
@@ -82,12 +83,13 @@ class Adapter:
         scale, weights_too = options.get("scaling"), bool(options.get("output_attentions"))
         attention: Attention | None
         if isinstance(attention_mask, Mask):
-            attention = attention_mask.attention
-            captures |= attention_mask.captures
-            location = located(attention_mask, captures)
+            mask = fitted(self.own, attention_mask, module, query, key)
+            attention = mask.attention
+            captures |= mask.captures
+            location = located(mask, captures)
             if attention is None:
                 call = Call(query, key, value, scale, captures, location)
-                return self._within_graph(attention_mask, call, weights_too)
+                return self._within_graph(mask, call, weights_too)
         elif attention_mask is None:
             causal = is_causal(self.own, module, query, key, options.get("is_causal"))
             attention = self.causal if causal else self.unmasked

@@ -179,3 +179,17 @@ def test_positions_have_no_meaning_across_sequences():
         with pytest.raises(errors.UnsupportedError, match="cross-attention"):
             logits("attndsl:q - kv < 3", family)
     close(logits("attndsl:score = 1.0 * score", "T5"), logits("eager", "T5"))
+
+
+def test_generate_takes_captures_from_attributes_and_compile():
+    text = "param w: int\nq - kv < w"
+    model = hf_models.make("Llama", f"attndsl:{text}")
+    given = {**hf_models.inputs("Llama"), "max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(ValueError, match="are not used by the model"):
+        model.generate(**given, w=4)
+    for layer in model.model.layers:
+        layer.self_attn.w = 4
+    found = model.generate(**given)
+    attndsl.hf.register({"four": attndsl.compile(text, w=4)})
+    assert torch.equal(found, hf_models.make("Llama", "attndsl:four").generate(**given))
+    assert torch.equal(found, hf_models.make("Llama", "attndsl:q - kv < 4").generate(**given))

@@ -133,6 +133,54 @@ def _deepseek_v32():
     return tf.DeepseekV32ForCausalLM, config
 
 
+def _deepseek_v4():
+    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    sizes = {**SIZES, "num_hidden_layers": 3, "num_key_value_heads": 1}
+    config = tf.DeepseekV4Config(
+        **sizes, moe_intermediate_size=16, head_dim=16, q_lora_rank=16, n_routed_experts=4,
+        num_experts_per_tok=2, layer_types=kinds, mlp_layer_types=["moe"] * 3, sliding_window=8,
+        compress_rates={kinds[1]: 4, kinds[2]: 8}, o_groups=2, o_lora_rank=8, index_n_heads=2,
+        index_head_dim=16, index_topk=4, partial_rotary_factor=0.5,
+    )  # fmt: skip
+    return tf.DeepseekV4ForCausalLM, config
+
+
+def _bridgetower():
+    config = tf.BridgeTowerConfig(
+        hidden_size=64, num_attention_heads=4, num_hidden_layers=2,
+        text_config={
+            "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64,
+        },
+        vision_config={
+            "hidden_size": 64, "num_hidden_layers": 3, "image_size": 24, "patch_size": 8,
+        },
+    )  # fmt: skip
+    return tf.BridgeTowerForImageAndTextRetrieval, config
+
+
+def _doge():
+    return tf.DogeForCausalLM, tf.DogeConfig(**SIZES, keep_window_size=8)
+
+
+def _bigbird_pegasus():
+    config = tf.BigBirdPegasusConfig(
+        vocab_size=VOCAB, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4,
+        max_position_embeddings=64, attention_type="original_full",
+    )  # fmt: skip
+    return tf.BigBirdPegasusForConditionalGeneration, config
+
+
+def _siglip2():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = tf.Siglip2Config(
+        text_config={**sizes, "num_attention_heads": 4, "vocab_size": VOCAB},
+        vision_config={**sizes, "num_attention_heads": 4, "patch_size": 4, "num_patches": 9},
+    )
+    return tf.Siglip2Model, config
+
+
 DECODERS = {
     "Llama": _llama, "Mistral": _mistral, "Qwen3": _qwen3, "Qwen2": _qwen2, "Gemma 2": _gemma2,
     "Gemma 3": _gemma3, "GPT-OSS": _gpt_oss, "Llama 4": _llama4, "DeepSeek V3": _deepseek_v3,
@@ -140,8 +188,12 @@ DECODERS = {
 """Decoders of text."""
 OTHERS = {"T5": _t5, "BERT": _bert, "ModernBERT": _modernbert, "ViT": _vit, "Whisper": _whisper}
 FAMILIES = {**DECODERS, **OTHERS}
-APART = {"Gemma 4": _gemma4, "DeepSeek V3.2": _deepseek_v32}
-"""Decoders that treat masks in ways of their own, for tests of just that."""
+APART = {
+    "Gemma 4": _gemma4, "DeepSeek V3.2": _deepseek_v32, "DeepSeek V4": _deepseek_v4,
+    "BridgeTower": _bridgetower, "Doge": _doge, "BigBird-Pegasus": _bigbird_pegasus,
+    "SigLIP 2": _siglip2,
+}  # fmt: skip
+"""Models that treat masks in ways of their own, for tests of just that."""
 GENERATES = (*DECODERS, "T5", "Whisper")
 
 
@@ -169,6 +221,8 @@ def inputs(family, length=13):
     ids = torch.randint(3, VOCAB, (2, length))
     if family == "ViT":
         return {"pixel_values": torch.randn(2, 3, 24, 24)}
+    if family == "BridgeTower":
+        return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 24, 24)}
     if family == "Whisper":
         return {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": ids}
     if family == "T5":
