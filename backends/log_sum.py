@@ -30,6 +30,20 @@ class LogSum(NamedTuple):
         """The shifts, infinite for rows with no live pair: ``exp(score - inf)`` is 0."""
         return torch.where(self.shift == -torch.inf, torch.inf, self.shift)
 
+    def plus(self, more: torch.Tensor) -> torch.Tensor:
+        """Both parts with ``more`` added to each row that has live pairs, without rounding.
+
+        A sum and what rounding takes from it: D. Knuth, The Art of Computer Programming, 4.2.2.
+        """
+        whole = self.shift + more
+        own = whole - more
+        lost = (self.shift - own) + (more - (whole - own))
+        dead = self.shift == -torch.inf
+        return torch.stack((
+            torch.where(dead, self.shift, whole),
+            torch.where(whole.isfinite(), self.rest + lost, self.rest),
+        ))  # fmt: skip
+
     def merged(self, other: LogSum) -> tuple[LogSum, torch.Tensor, torch.Tensor]:
         """Those over the keys of both, and the shares of the keys of each (arXiv 1805.02867)."""
         shift = torch.maximum(self.shift, other.shift)

@@ -25,6 +25,7 @@ from attndsl.pipeline import lower_program
 
 from ..base import Backend, Gradients
 from ..dense.rows import rows_at
+from ..log_sum import LogSum
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from .capture_gradients import CaptureSums
 from .plan import Step
@@ -283,16 +284,16 @@ class Wide:
         )  # fmt: skip
 
     def with_row(self, lse: torch.Tensor, sign: float) -> torch.Tensor:
-        """``lse`` (batch, heads, queries) and what is added to each row; rows without pairs stay.
+        """``lse`` and what is added to each row; rows without pairs stay.
 
         Args:
-            lse: Natural log.
+            lse: See :mod:`..log_sum`.
             sign: -1 to take it away again.
         """
         if self._row is None:
             return lse
         (row,) = self._of_queries.evaluate(self._row)
-        return torch.where(lse == -torch.inf, lse, lse + sign * row.squeeze(3))
+        return LogSum(*lse).plus(sign * row.squeeze(3))
 
     def learns_row(self, wants: Wants) -> bool:
         """Whether gradients are wanted of what is added to whole rows."""
@@ -327,7 +328,7 @@ class Wide:
             for rows, part in zip(self._keys, _parts(k, given, self._keys), strict=True):
                 rows.add_gradient(sums, part, 1.0)
         if backward.grad_lse is not None and (of_row := sums.of(self._row)):
-            dead = backward.lse == -torch.inf
+            dead = backward.lse[0] == -torch.inf
             seed = backward.grad_lse.to(work_dtype(given)).masked_fill(dead, 0.0)
             sums.add(of_row, seed.unsqueeze(3), self._of_queries)
         tensors, params = sums.tensors(), sums.params()

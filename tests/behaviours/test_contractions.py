@@ -275,7 +275,7 @@ def test_rows_of_parts_of_keys(check, kernels):
     with torch.no_grad():
         out, lse = backend.forward(lowered, call)
         wants = Wants(tensors=frozenset({"own"}), partial=True)
-        grads = torch.ones_like(out), torch.ones_like(lse)
+        grads = torch.ones_like(out), torch.ones_like(lse[0])
         whole = backend.backward(lowered, call, Backward(out, lse, *grads, wants)).tensors["own"]
         total, half = torch.zeros_like(whole), call.k.shape[2] // 2
         for keys in (slice(0, half), slice(half, None)):
