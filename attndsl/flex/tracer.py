@@ -195,7 +195,8 @@ class Tracer:
         if isinstance(value, View):
             raise refusal(
                 f"a tensor with {value.ndim} dim(s) left joins a value of one pair",
-                f"index it fully: it has {value.tensor.dim()} dims",
+                f"index it fully: it has {value.tensor.dim()} dims; for (row == x).any() write "
+                "torch.isin(x, row)",
             )
         if hasattr(value, "item") and getattr(value, "shape", None) == ():
             return self.node(value.item())

@@ -20,11 +20,12 @@ from attndsl.errors import (
 )
 from attndsl.ir import DType, Node, TensorDecl
 
-from . import absent, contraction, functions, hints, promote
+from . import absent, contraction, functions, hints, promote, slips
 from . import surface as s
 from .absent import Gone, Part, Place, Rest
+from .inferred import Wanted, likely
 from .keywords import parameters_of, refuse_keywords
-from .limits import MAX_EXPANSIONS, MAX_NESTING
+from .limits import MAX_ERRORS, MAX_EXPANSIONS, MAX_NESTING
 from .prelude import prelude_function, prelude_names
 from .reserved import ALWAYS, CONSTANTS
 
@@ -39,8 +40,6 @@ Value = Part | TensorDecl
 _DECIDED_BY = {"and": False, "or": True}
 """The left operand that decides alone."""
 
-_LIKE = 0.75
-"""How like a function's name another must be to mean it: 'casual' is, 'nan' is no 'tan'."""
 _LONG_INDEX = 20
 """Characters of an index that a hint does not repeat."""
 _WHOLE = f"write an index; whole rows stand in dot only: {contraction.FORM.removeprefix('write ')}"
@@ -55,6 +54,8 @@ class Scope:
     definitions: Mapping[str, s.Define]
     lines: Mapping[str, Span]
     """Where each local name stands in the text, those of later lines too."""
+    wanted: Wanted
+    """What undeclared names are used as."""
     score: Node | None = ir.SCORE
     """The score so far."""
     defining: str | None = None
@@ -243,21 +244,23 @@ class Inliner:
         name = expr.name
         if name in self.scope.lines:
             return hints.of_later(name, self.scope.lines[name], self._place(expr.span))
-        lowered = {n.lower(): n for n in reversed(self._value_names())}
         elsewhere = hints.of_name(name)
         if elsewhere is not None:
             return elsewhere
-        close = difflib.get_close_matches(name[:100].lower(), list(lowered), n=1)
-        if close:
-            return f"did you mean '{lowered[close[0]]}'?"
+        meant = slips.meant(name, self._value_names())
+        if meant is not None:
+            return f"did you mean '{meant}'?"
         if declare is not None:
             return declare
-        close = difflib.get_close_matches(name[:100].lower(), self._function_names(), 1, _LIKE)
-        if close:
-            return f"did you mean the function '{close[0]}(...)'?"
-        name = name[:40]
-        forms = f"'param {name}: float', 'tensor {name}[...]: float'"
-        return f"declare it ({forms}), or give it to compile()"
+        many = len(self.errors) >= MAX_ERRORS
+        kind = DType.FLOAT if many else likely(self.scope.wanted.types(name))
+        declare = hints.of_value(name, kind.value)
+        meant = slips.meant(name, self._function_names())
+        if meant is None:
+            return declare
+        if kind is DType.BOOL:
+            return f"did you mean the function '{meant}(...)'?"
+        return f"{declare}; or do you mean the function '{meant}(...)'?"
 
     def _binary(self, expr: s.Binary) -> Part | None:
         # Chains lean left: walk them down, so that a long sum does not nest.
