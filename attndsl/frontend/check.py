@@ -353,7 +353,7 @@ class _Checker:
             and (len(given.dims), given.dtype) != (len(statement.dims), dtype.value)
         ):
             raise TypeMismatchError(
-                f"'{name}' is a {dtype.value} tensor with {len(statement.dims)} dim(s) here, "
+                f"'{name}' is a {len(statement.dims)}-d {dtype.value} tensor here, "
                 f"and {origin_of(given)} as another kind",
                 statement.span,
             )

@@ -17,6 +17,7 @@ from attndsl.errors import (
     NameResolutionError,
     RankError,
     TypeMismatchError,
+    counted,
 )
 from attndsl.ir import DType, Node, TensorDecl
 
@@ -103,7 +104,8 @@ class Inliner:
             rank = len(value.dims)
             self._error(
                 RankError(
-                    f"'{value.name}' is a tensor with {rank} dim(s); a pair needs one element",
+                    f"'{value.name}' is a tensor with {counted(rank, 'dim')}; "
+                    "a pair needs one element",
                     expr.span,
                     hints.of_element(value.name, _dim_names(value)),
                 )
@@ -326,7 +328,8 @@ class Inliner:
         if len(expr.indices) != len(tensor.dims):
             count = len(expr.indices)
             raise RankError(
-                f"'{expr.name}' has {len(tensor.dims)} dim(s), and {count} index(es) here",
+                f"'{expr.name}' has {counted(len(tensor.dims), 'dim')}, and "
+                f"{counted(count, 'index', 'indices')} here",
                 expr.span,
                 hints.of_element(
                     expr.name,
@@ -483,8 +486,8 @@ class Inliner:
             )
         if name in ("softmax", "dropout"):
             return NameResolutionError(
-                f"'{name}' stands only in 'weights', and nothing "
-                f"{'but dropout ' * (name == 'softmax')}stands around it",
+                f"'{name}' is not a function of one score: it may only be the whole of 'weights'"
+                f"{', or within dropout' * (name == 'softmax')}",
                 expr.span,
                 "write 'weights = softmax(score)' or 'weights = dropout(softmax(score), p)'; to "
                 "scale weights, scale v; weights have no threshold: compare the score",
