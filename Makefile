@@ -15,7 +15,7 @@ help: ## Show this list
 
 setup: $(STAMP) ## Make the virtual environment and install the project into it
 
-demo: $(STAMP) ## Train a small character model whose attention is a text program (about 2 minutes)
+demo: $(STAMP) ## Train a small character model whose attention is a text program (a few minutes)
 	$(BIN)/python examples/char_model/train.py $(DEMO)
 
 # Without bytecode each process compiles the package and rewrites all tests anew.

@@ -177,6 +177,11 @@ def render(error: AttnDSLError) -> str:
     return "\n".join(rows + hint)
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun, such as ``1 dim`` or ``2 dims``."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
 def visible(text: str) -> str:
     """``text`` for a terminal: each character that is no visible one or a space is escaped.
 

@@ -9,7 +9,7 @@ import torch
 
 from attndsl.backends.base import ForwardMode, as_fused
 from attndsl.backends.forms import describe_forms
-from attndsl.errors import BackendError, UnsupportedError
+from attndsl.errors import BackendError, UnsupportedError, counted
 from attndsl.ir import (
     SCORE,
     DType,
@@ -87,7 +87,9 @@ def _parts(lowered: Lowered, asked: Question) -> list[str]:
     if program.dropout is not None:
         rows.append(f"  dropout    of the weights, p = {print_expression(program.dropout)}")
     for tensor in program.tensors:
-        rows.append(f"  tensor     {tensor.name}: {tensor.dtype.value}, {len(tensor.dims)} dim(s)")
+        rows.append(
+            f"  tensor     {tensor.name}: {tensor.dtype.value}, {counted(len(tensor.dims), 'dim')}"
+        )
     for param in program.params:
         default = "no default" if param.default is None else f"default {param.default}"
         rows.append(f"  param      {param.name}: {param.dtype.value}, at run time, {default}")
@@ -178,7 +180,7 @@ def _describe(root: Node) -> str:
     found = dependencies(root)[root]
     order = [name for name in ("score", "b", "h", "q", "kv") if name in found]
     count = sum(1 for item in toposort(root) if item.args)
-    return f"{count} operation(s) on {', '.join(order) or 'constants'}"
+    return f"{counted(count, 'operation')} on {', '.join(order) or 'constants'}"
 
 
 def _cost(

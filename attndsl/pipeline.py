@@ -11,6 +11,7 @@ from attndsl.frontend import (
     Bound,
     parsed,
     read,
+    read_fractions,
     read_large_numbers,
     read_locals,
     read_mask_span,
@@ -94,6 +95,8 @@ def warnings_of(source: Source, declared: Mapping[str, Declared]) -> tuple[Progr
     masked = split_mask(program)
     _check_variants(tree, declared, program)
     found = [*read_unused(tree), *read_unscored(tree, program), *read_large_numbers(tree)]
+    if masked.mask is not None:
+        found += read_fractions(tree, declared, masked.mask)
     mask = None if masked.mask is None else simplify_node(masked.mask)
     if mask is not None and (value := verdict(mask)) is not None:
         # A value may well switch a mask off, but nobody asks for no pairs at all.

@@ -1,4 +1,4 @@
-"""Dilated: every d-th key of a long window (LongNet, arXiv 2307.02486); each head has its own d.
+"""Dilated: every d-th key of a long window (Longformer, arXiv 2004.05150); each head has its own d.
 
 An `if` on the head joins two patterns in one program.
 """

@@ -454,7 +454,7 @@ def quickest() -> Callable[[Callable[[], object]], float]:
 @pytest.fixture
 def counted(tmp_path: Any) -> Any:
     """A Triton backend of its own, whose ``kernels_built`` starts at 0 and finds no cache."""
-    from attndsl.backends.base import Entry
+    from attndsl.backends.entries import Entry
     from attndsl.backends.generated.for_any_gpu import triton_backend
 
     class Folder:

@@ -436,6 +436,9 @@ def test_the_schema_accepts_what_loads() -> None:
 
     schema = json.loads((Path(__file__).parent.parent / "grammar/config.schema.json").read_text())
     jsonschema.validate(CONFIG, schema)
+    jsonschema.validate({"a": {"program": "q < w", "params": {"w": "${model.w}"}}}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"a": {"program": "q < w", "params": {"w": "16"}}}, schema)
     for bad in ({"a": 3}, {"a": {"params": {}}}, {"a": {"program": "x", "params": {"w": "y"}}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, schema)

@@ -148,6 +148,7 @@ def test_mapped_folders_import_relatively(folder):
         ("import attndsl, attndsl.errors, attndsl.source, attndsl.settings, attndsl.ir", set()),
         ("import attndsl.frontend, attndsl.pipeline, attndsl.serialise", set()),
         ("import attndsl.cli, attndsl.cli.inputs, attndsl.config", set()),
+        ("import attndsl.cli.caching", set()),
         (
             "from attndsl.pipeline import lower\n"
             "from attndsl.source import Source\n"
@@ -162,7 +163,7 @@ def test_mapped_folders_import_relatively(folder):
             {"lark"},
         ),
     ],
-    ids=["import", "frontend", "cli", "lower", "check"],
+    ids=["import", "frontend", "cli", "cache", "lower", "check"],
 )
 def test_heavy_packages_wait_until_they_are_needed(code, allowed):
     code += f"\nimport sys; print(sorted(set(sys.modules) & {HEAVY - allowed!r}))"

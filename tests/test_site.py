@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import os
 import re
 import subprocess
@@ -181,7 +182,7 @@ def test_the_scores_of_models():
     found = latent.scores(q, k, scale=1.0, rate=0.3, q_rope=rope_q, k_rope=rope_k)
     torch.testing.assert_close(found, 0.3 * (raw + rope_q @ rope_k[:, None].mT) + dead)
     default = re.search(r"rate: float = ([\d.]+)", _program("Latent attention"))[1]
-    assert float(default) == pytest.approx((128 + 64) ** -0.5)
+    assert float(default) == pytest.approx((0.1 * math.log(40) + 1) ** 2 * (128 + 64) ** -0.5)
     slope = torch.rand(3).double()
     found = attndsl.compile(_program("ALiBi", 1)).scores(q, k, scale=1.0, slope=slope)
     torch.testing.assert_close(found, raw - slope[:, None, None] * back + dead)

@@ -174,7 +174,7 @@ def test_dropout_is_off_without_a_seed(inputs):
     dropped = attention.weights(q, k, p=0.5, seed=1)
     kept = dropped != 0
     torch.testing.assert_close(dropped[kept], 2 * weights[kept])
-    with pytest.raises(ArgumentError, match="the call lacks p"):
+    with pytest.raises(ArgumentError, match="the call lacks 'p'"):
         attention.weights(q, k, seed=1)
     with pytest.raises(ArgumentError, match=r"is 1\.5"):
         attention.weights(q, k, p=1.5, seed=1)

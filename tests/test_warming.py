@@ -169,7 +169,7 @@ def test_the_command_goes_on_after_an_error(command, tmp_path):
     assert [line.split()[0] for line in out.splitlines()] == ["fine", "1"]
     assert out.endswith("2 failed\n")
     assert "some.yaml:1:8: program 'bad': 'foo' is not declared" in err
-    assert "program 'needs': the call lacks c" in err
+    assert "program 'needs': the call lacks 'c'" in err
     code, out, err = command("some.yaml", "--json")
     assert (code, err) == (1, "")
     found = json.loads(out)

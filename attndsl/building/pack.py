@@ -17,7 +17,7 @@ from attndsl.runtime.bundles import FORMAT, MANIFEST, Versions, is_name
 from attndsl.runtime.cache import described_entry, entry_text
 
 if TYPE_CHECKING:
-    from attndsl.backends.base import About
+    from attndsl.backends.entries import About
 
     from .build import Built
 

@@ -46,7 +46,7 @@ from .usage import UsageError
 
 app = typer.Typer(
     name="attndsl",
-    help="Attention variants as text: check, format, look into, time and verify programs.",
+    help="Attention variants as text: check, format, explain, plot and run programs.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -70,7 +70,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Attention variants as text: check, format, look into, time and verify programs."""
+    """Attention variants as text: check, format, explain, plot and run programs."""
 
 
 @app.command()

@@ -9,7 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from attndsl.config import PROGRAM_SUFFIX, SUFFIXES
-from attndsl.errors import AttnDSLError, ProgramWarning, flatten, render
+from attndsl.errors import AttnDSLError, ProgramWarning, counted, flatten, render
 from attndsl.pipeline import warnings_of
 
 from .folders import find_files, tell_skipped
@@ -71,19 +71,15 @@ def check(
         tell_skipped(files.skipped)
         for file, problem in found:
             print(_line(file, problem) if form is Format.GITHUB else _shown(problem) + "\n")
-        said = [_counted(wrong, "error") if wrong else "no errors"]
-        said += [_counted(warned, "warning")] if warned else []
+        said = [counted(wrong, "error") if wrong else "no errors"]
+        said += [counted(warned, "warning")] if warned else []
         hint = " (--strict makes the exit code 1)" if warned and not wrong and not strict else ""
-        print(f"{_counted(len(checked), 'program')}: {', '.join(said)}{hint}")
+        print(f"{counted(len(checked), 'program')}: {', '.join(said)}{hint}")
     return 1 if wrong or (strict and warned) else 0
 
 
 def _is_warning(problem: AttnDSLError) -> bool:
     return isinstance(problem, ProgramWarning)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _shown(problem: AttnDSLError) -> str:

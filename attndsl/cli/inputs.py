@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attndsl import reading
-from attndsl.config import SUFFIXES, read_config
-from attndsl.errors import visible
+from attndsl.config import PROGRAM_SUFFIX, SUFFIXES, read_config
+from attndsl.errors import ConfigError, visible
 from attndsl.frontend.declare import Absent, Bound, TensorSpec
 from attndsl.scalars import read_number
 from attndsl.source import Source
@@ -28,6 +28,11 @@ _DIGITS = 18
 _SHOWN = 60
 _NAMED = 20
 """Programs of a configuration whose names an error gives."""
+_OTHERS = {
+    ".md": "Markdown", ".markdown": "Markdown", ".rst": "reStructuredText", ".html": "HTML",
+    ".ipynb": "a notebook", ".py": "Python",
+}  # fmt: skip
+"""What files hold whose suffix is never a program's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +61,17 @@ def read_text(file: str) -> Source:
     """The text of a program file, or of standard input for ``-``.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: It cannot be read, or its name says that it holds something else.
     """
     if file == "-":
         return Source(reading.read_standard_input(), "<stdin>")
+    other = _OTHERS.get(Path(file).suffix.lower())
+    if other is not None:
+        raise ConfigError(
+            f"{visible(file)} is {other} and no program",
+            hint=f"write the program to a file *{PROGRAM_SUFFIX}, or give its text to standard "
+            "input",
+        )
     return Source(reading.read_text(file), file, file=file)
 
 

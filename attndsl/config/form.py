@@ -18,7 +18,7 @@ from attndsl.frontend.limits import MAX_ERRORS
 from attndsl.source import Source
 
 from .documents import shown
-from .keys import key_of, told_place
+from .keys import find_place, key_of, told_place
 from .limits import MAX_DESCRIPTION, check_counts
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class _Reader:
                 break
             is_name = item.name is not None and _NAME.fullmatch(item.name)
             absent = is_name and self.document.is_none(item.value)
-            number = self.document.number(item.value) if is_name and not absent else None
+            number = self._number(item.value) if is_name and not absent else None
             if item.name is None or not is_name:
                 span = item.span
                 self.errors.append(_params_error(label, span, _PARAMS_HINT))
@@ -218,6 +218,18 @@ class _Reader:
                 origin = f"is bound in the params of '{label}'"
                 found[item.name] = Bound(number, origin, item.span)
         return found
+
+    def _number(self, value: Any) -> bool | int | float | None:
+        """A number, or the one at the key that a text such as ``${model.window}`` names."""
+        found = self.document.number(value)
+        text = self.document.text(value) if found is None else None
+        key = None if text is None else _INTERPOLATION.fullmatch(text.text.strip())
+        if key is None:
+            return found
+        try:
+            return self.document.number(find_place(self.document, key[1]).value)
+        except AttnDSLError:
+            return None
 
     def _description(self, label: str, value: Any) -> str | None:
         """The description of an entry."""
@@ -256,10 +268,15 @@ class _Reader:
         """The error of params that are no mapping, or of one that is no number."""
         text = self.document.text(value)
         interpolated = text is not None and "${" in text.text
-        hint = "load(OmegaConf.load(path)) resolves interpolations" if interpolated else None
+        hint = _INTERPOLATED if interpolated else None
         return _params_error(label, self.document.span(value), hint or _PARAMS_HINT)
 
 
+_INTERPOLATION = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+_INTERPOLATED = (
+    "'${key}' stands for a number of this file, by its whole key; "
+    "load(OmegaConf.load(path)) resolves all interpolations"
+)
 _PARAMS_HINT = "write params: {window: 1024}; null leaves out what is declared with '= none'"
 
 

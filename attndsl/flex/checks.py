@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
-from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, counted
 from attndsl.runtime.arguments import FLOATS
 
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
@@ -113,8 +113,8 @@ def check_block_mask(query: torch.Tensor, key: torch.Tensor, block_mask: TorchBl
     needed, listed = -(-query.shape[2] // block_mask.BLOCK_SIZE[0]), block_mask.kv_num_blocks
     if listed.shape[-1] < needed:
         raise ShapeError(
-            f"block_mask lists {listed.shape[-1]} row(s) of blocks, and {query.shape[2]} queries "
-            f"have {needed}",
+            f"block_mask lists {counted(listed.shape[-1], 'row')} of blocks, and "
+            f"{query.shape[2]} queries have {needed}",
             hint="where its rows were sliced, set seq_lengths to the lengths of what is left",
         )
     sizes = block_mask.kv_num_blocks.shape[:-1]

@@ -18,6 +18,7 @@ import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
+from attndsl.errors import counted
 from attndsl.ir import DType, Node, Op, const, load, param, size
 from attndsl.passes.widths import ranges
 
@@ -141,7 +142,7 @@ class Tracer:
             given[places[0] : places[0] + 1] = [_WHOLE] * (len(free) - len(given) + 1)
         if len(given) > len(free):
             raise refusal(
-                f"{len(given)} indices of a tensor with {len(free)} dim(s) left",
+                f"{len(given)} indices of a tensor with {counted(len(free), 'dim')} left",
                 "drop some of them",
             )
         found = list(target.indices)
@@ -194,8 +195,9 @@ class Tracer:
             )
         if isinstance(value, View):
             raise refusal(
-                f"a tensor with {value.ndim} dim(s) left joins a value of one pair",
-                f"index it fully: it has {value.tensor.dim()} dims",
+                f"a tensor with {counted(value.ndim, 'dim')} left joins a value of one pair",
+                f"index it fully: it has {value.tensor.dim()} dims; for (row == x).any() write "
+                "torch.isin(x, row)",
             )
         if hasattr(value, "item") and getattr(value, "shape", None) == ():
             return self.node(value.item())

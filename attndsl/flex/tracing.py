@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.attention import Attention
+from attndsl.errors import counted
 from attndsl.frontend.functions import NAMES
 from attndsl.frontend.prelude import prelude_names
 from attndsl.frontend.reserved import ALWAYS
@@ -168,7 +169,7 @@ def arguments_of(function: Mod) -> int:
     if len(given) not in (4, 5) and not flexible:
         raise refusal_at(
             getattr(function, "__code__", None),
-            f"the function takes {len(given)} argument(s)",
+            f"the function takes {counted(len(given), 'argument')}",
             "a score_mod takes (score, b, h, q_idx, kv_idx), a mask_mod (b, h, q_idx, kv_idx)",
         )
     return len(given)

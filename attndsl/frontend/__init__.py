@@ -25,6 +25,7 @@ __all__ = [
     "TensorSpec",
     "parsed",
     "read",
+    "read_fractions",
     "read_large_numbers",
     "read_locals",
     "read_mask_span",
@@ -94,6 +95,15 @@ def read_large_numbers(text: Source | Tree) -> list[ProgramWarning]:
     from .large import large_numbers
 
     return list(large_numbers(_tree(text)))
+
+
+def read_fractions(
+    text: Source | Tree, declared: Mapping[str, Declared], mask: Node
+) -> list[ProgramWarning]:
+    """Fractions that the caller of a program without errors gives where its mask has positions."""
+    from .inferred import fractions
+
+    return list(fractions(_tree(text), declared, mask))
 
 
 def read_mask_span(text: Source | Tree) -> Span | None:

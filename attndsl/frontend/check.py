@@ -21,6 +21,7 @@ from attndsl.errors import (
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl
 from attndsl.passes.simplify import simplify_node
 from attndsl.scalars import as_int
+from attndsl.source import Source
 
 from . import hints, promote
 from . import surface as s
@@ -39,6 +40,7 @@ from .declare import (
 from .expressions import Inliner, Scope
 from .former import modern
 from .imports import homeless
+from .inferred import Wanted
 from .keywords import refuse_keywords
 from .limits import MAX_ERRORS, MAX_OPTIONAL, check_dims
 from .parse import parse
@@ -126,7 +128,8 @@ class _Checker:
         self.weights_span: Span | None = None
         self.in_text = {x.name.name for x in tree.statements if isinstance(x, s.Param | s.Tensor)}
         definitions = {x.name.name: x for x in tree.statements if isinstance(x, s.Define)}
-        self.scope = Scope({}, definitions, s.lines_of_locals(tree.statements, _TARGETS))
+        wanted = Wanted(tree.statements, declared)
+        self.scope = Scope({}, definitions, s.lines_of_locals(tree.statements, _TARGETS), wanted)
         self.scope.lacking = any(isinstance(x, Absent) for x in declared.values())
         self.inliner = Inliner(self.scope, self.errors)
 
@@ -227,7 +230,7 @@ class _Checker:
             found = unusable(name, given)
             if found is not None:
                 self.errors.append(found)
-            self.scope.values[name] = ir.const(given.value)
+            self.scope.values[name] = ir.const(self.scope.wanted.number(name, given.value))
         elif isinstance(given, ParamSpec):
             self.params[name] = ParamDecl(name, type_of(given.dtype))
             self.scope.values[name] = ir.param(name, type_of(given.dtype))
@@ -239,8 +242,6 @@ class _Checker:
     def _declared_dim(self, name: str, dim: str | int) -> Node:
         if isinstance(dim, int):
             return ir.const(dim)
-        from attndsl.source import Source
-
         tree = parse(Source(dim, f"<dim of {name}>"))
         if len(tree.statements) != 1 or not isinstance(tree.statements[0], s.Bare):
             raise TypeMismatchError(
@@ -352,7 +353,7 @@ class _Checker:
             and (len(given.dims), given.dtype) != (len(statement.dims), dtype.value)
         ):
             raise TypeMismatchError(
-                f"'{name}' is a {dtype.value} tensor with {len(statement.dims)} dim(s) here, "
+                f"'{name}' is a {len(statement.dims)}-d {dtype.value} tensor here, "
                 f"and {origin_of(given)} as another kind",
                 statement.span,
             )

@@ -17,14 +17,16 @@ from attndsl.errors import (
     NameResolutionError,
     RankError,
     TypeMismatchError,
+    counted,
 )
 from attndsl.ir import DType, Node, TensorDecl
 
-from . import absent, contraction, functions, hints, promote
+from . import absent, contraction, functions, hints, promote, slips
 from . import surface as s
 from .absent import Gone, Part, Place, Rest
+from .inferred import Wanted, likely
 from .keywords import parameters_of, refuse_keywords
-from .limits import MAX_EXPANSIONS, MAX_NESTING
+from .limits import MAX_ERRORS, MAX_EXPANSIONS, MAX_NESTING
 from .prelude import prelude_function, prelude_names
 from .reserved import ALWAYS, CONSTANTS
 
@@ -39,8 +41,6 @@ Value = Part | TensorDecl
 _DECIDED_BY = {"and": False, "or": True}
 """The left operand that decides alone."""
 
-_LIKE = 0.75
-"""How like a function's name another must be to mean it: 'casual' is, 'nan' is no 'tan'."""
 _LONG_INDEX = 20
 """Characters of an index that a hint does not repeat."""
 _WHOLE = f"write an index; whole rows stand in dot only: {contraction.FORM.removeprefix('write ')}"
@@ -55,6 +55,8 @@ class Scope:
     definitions: Mapping[str, s.Define]
     lines: Mapping[str, Span]
     """Where each local name stands in the text, those of later lines too."""
+    wanted: Wanted
+    """What undeclared names are used as."""
     score: Node | None = ir.SCORE
     """The score so far."""
     defining: str | None = None
@@ -102,7 +104,8 @@ class Inliner:
             rank = len(value.dims)
             self._error(
                 RankError(
-                    f"'{value.name}' is a tensor with {rank} dim(s); a pair needs one element",
+                    f"'{value.name}' is a tensor with {counted(rank, 'dim')}; "
+                    "a pair needs one element",
                     expr.span,
                     hints.of_element(value.name, _dim_names(value)),
                 )
@@ -243,21 +246,23 @@ class Inliner:
         name = expr.name
         if name in self.scope.lines:
             return hints.of_later(name, self.scope.lines[name], self._place(expr.span))
-        lowered = {n.lower(): n for n in reversed(self._value_names())}
         elsewhere = hints.of_name(name)
         if elsewhere is not None:
             return elsewhere
-        close = difflib.get_close_matches(name[:100].lower(), list(lowered), n=1)
-        if close:
-            return f"did you mean '{lowered[close[0]]}'?"
+        meant = slips.meant(name, self._value_names())
+        if meant is not None:
+            return f"did you mean '{meant}'?"
         if declare is not None:
             return declare
-        close = difflib.get_close_matches(name[:100].lower(), self._function_names(), 1, _LIKE)
-        if close:
-            return f"did you mean the function '{close[0]}(...)'?"
-        name = name[:40]
-        forms = f"'param {name}: float', 'tensor {name}[...]: float'"
-        return f"declare it ({forms}), or give it to compile()"
+        many = len(self.errors) >= MAX_ERRORS
+        kind = DType.FLOAT if many else likely(self.scope.wanted.types(name))
+        declare = hints.of_value(name, kind.value)
+        meant = slips.meant(name, self._function_names())
+        if meant is None:
+            return declare
+        if kind is DType.BOOL:
+            return f"did you mean the function '{meant}(...)'?"
+        return f"{declare}; or do you mean the function '{meant}(...)'?"
 
     def _binary(self, expr: s.Binary) -> Part | None:
         # Chains lean left: walk them down, so that a long sum does not nest.
@@ -323,7 +328,8 @@ class Inliner:
         if len(expr.indices) != len(tensor.dims):
             count = len(expr.indices)
             raise RankError(
-                f"'{expr.name}' has {len(tensor.dims)} dim(s), and {count} index(es) here",
+                f"'{expr.name}' has {counted(len(tensor.dims), 'dim')}, and "
+                f"{counted(count, 'index', 'indices')} here",
                 expr.span,
                 hints.of_element(
                     expr.name,
@@ -480,8 +486,8 @@ class Inliner:
             )
         if name in ("softmax", "dropout"):
             return NameResolutionError(
-                f"'{name}' stands only in 'weights', and nothing "
-                f"{'but dropout ' * (name == 'softmax')}stands around it",
+                f"'{name}' is not a function of one score: it may only be the whole of 'weights'"
+                f"{', or within dropout' * (name == 'softmax')}",
                 expr.span,
                 "write 'weights = softmax(score)' or 'weights = dropout(softmax(score), p)'; to "
                 "scale weights, scale v; weights have no threshold: compare the score",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attndsl.errors import RankError
+from attndsl.errors import RankError, counted
 from attndsl.ir import FLOAT_UNARY, DType, Node, Op, cast, node
 
 from .promote import as_float, need_bool, need_number, unify, where
@@ -67,7 +67,7 @@ def _check_count(name: str, args: Sequence[Node], span: Span) -> None:
             )
     elif len(args) != wanted:
         raise RankError(
-            f"{name} takes {wanted} argument(s), and has {len(args)}",
+            f"{name} takes {counted(wanted, 'argument')}, and has {len(args)}",
             span,
             f"write {FORMS.get(name, f'{name}(x)')}",
         )

@@ -44,6 +44,12 @@ _CHOOSE = (
 _PRODUCT = (
     "q . k is the score itself; rows of other tensors are multiplied by dot(u[q, :], w[kv, :])"
 )
+_ROW = (
+    "this needs all scores of a row at once, and a program speaks of one pair, so it cannot be "
+    "written: weights are softmax or made of each score alone, as in 'weights = sigmoid(score)'"
+)
+_WINDOW = "write sliding_window(w) for the last w keys, local_window(w) for both sides"
+TRACE = "attndsl.trace(score_mod, mask_mod) makes programs of Python functions"
 _FUNCTIONS = {
     **dict.fromkeys(
         ("rope", "rotary", "rotary_emb", "apply_rope", "apply_rotary_pos_emb"), _ROTATE
@@ -51,6 +57,9 @@ _FUNCTIONS = {
     **dict.fromkeys(("random", "rand", "randn", "randint", "uniform", "bernoulli"), _RANDOM),
     **dict.fromkeys(("top_k", "topk", "kthvalue", "argsort", "quantile"), _CHOOSE),
     **dict.fromkeys(("matmul", "einsum", "mm", "bmm"), _PRODUCT),
+    **dict.fromkeys(("entmax", "entmax15", "sparsemax", "rank", "softpick", "normalize"), _ROW),
+    **dict.fromkeys(("window", "windowed", "sliding", "swa", "window_mask"), _WINDOW),
+    **dict.fromkeys(("logsigmoid", "log_sigmoid"), "write -softplus(-x)"),
     "masked_fill": "write where(condition, -inf, score), or a 'mask' line",
     "arange": "positions are q and kv",
     "tril": "write q >= kv",
@@ -90,6 +99,18 @@ def of_name(name: str) -> str | None:
         return None
     note = f"; {_SCALED}" if _MEANT[name] == "head_dim" else ""
     return f"write '{_MEANT[name]}'{note}"
+
+
+def of_value(name: str, kind: str) -> str:
+    """The hint for a name that is not declared.
+
+    Args:
+        name: The name.
+        kind: The type that its uses need.
+    """
+    name = name[:40]
+    tensor = f" or 'tensor {name}[...]: float'" if kind == "float" else ""
+    return f"declare 'param {name}: {kind}'{tensor}, or pass {name}=... to compile()"
 
 
 def of_tensor(name: str) -> str:
@@ -178,7 +199,7 @@ def of_statement(text: str, start: int, token: str) -> str | None:
         return f"write ': {token}'"
     if first == "def" and token in (":", "->"):
         head = code[:at].strip()
-        return f"write '{head[:60]} = ...', without 'return'"
+        return f"write '{head[:60]} = ...', without 'return'; {TRACE}"
     return _FIRST.get(first)
 
 

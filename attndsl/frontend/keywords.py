@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from attndsl.errors import NameResolutionError, RankError
+from attndsl.errors import NameResolutionError, RankError, counted
 
 from .functions import FORMS
 
@@ -36,7 +36,7 @@ def parameters_of(call: s.FunctionCall, wanted: Sequence[str]) -> list[str]:
     count = len(call.args) + len(call.keywords)
     if len(call.args) > len(wanted) or (not call.keywords and count < len(wanted)):
         raise RankError(
-            f"{call.name} takes {len(wanted)} argument(s), and has {count}",
+            f"{call.name} takes {counted(len(wanted), 'argument')}, and has {count}",
             call.span,
             f"write {form}",
         )
@@ -57,7 +57,9 @@ def parameters_of(call: s.FunctionCall, wanted: Sequence[str]) -> list[str]:
         found.append(name)
     lacking = [name for name in wanted if name not in found]
     if lacking:
-        raise RankError(f"{call.name} lacks {', '.join(lacking)}", call.span, f"write {form}")
+        raise RankError(
+            f"{call.name} lacks {', '.join(map(repr, lacking))}", call.span, f"write {form}"
+        )
     return found
 
 

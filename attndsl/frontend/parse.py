@@ -46,7 +46,7 @@ _ELSEWHERE = {
 }
 _KEYWORDS = {
     "none": "it stands behind '=' in 'param' and 'tensor' lines alone; ask for a name by given(x)",
-    "lambda": "write 'def NAME(x) = ...'",
+    "lambda": f"write 'def NAME(x) = ...'; {hints.TRACE}",
     "import": 'write import "FILE.attn" in a line of its own, with a file beside this one',
 }
 _SHORT = 120

@@ -84,7 +84,7 @@ def binary(op: str, a: Node, b: Node, spans: tuple[Span, Span], span: Span) -> N
                 raise TypeMismatchError(
                     f"{what} takes two ints or two bools, and this is a float",
                     at,
-                    "write int(...) around it",
+                    "write x ** y for a power" if op == "^" else "write int(...) around it",
                 )
         return node(BINARY[op], a, b, span=span)
     if op == "**":

@@ -112,26 +112,30 @@ class Group:
 Expr = Number | Name | Unary | Binary | Compare | Ternary | FunctionCall | Index | Whole | Group
 
 
+def operands(item: Expr) -> tuple[Expr, ...]:
+    """The expressions right below ``item``; the condition of a ternary comes first."""
+    if isinstance(item, FunctionCall):
+        return (*item.args, *(keyword.value for keyword in item.keywords))
+    if isinstance(item, Binary):
+        return item.left, item.right
+    if isinstance(item, Compare):
+        return item.operands
+    if isinstance(item, Ternary):
+        return item.condition, item.yes, item.no
+    if isinstance(item, Index):
+        return item.indices
+    if isinstance(item, Unary):
+        return (item.operand,)
+    return (item.inner,) if isinstance(item, Group) else ()
+
+
 def walk(root: Expr) -> Iterator[Expr]:
     """``root`` and all expressions below it; iterative, since long sums are deep trees."""
     stack = [root]
     while stack:
         item = stack.pop()
         yield item
-        if isinstance(item, FunctionCall):
-            stack += [*item.args, *(keyword.value for keyword in item.keywords)]
-        elif isinstance(item, Binary):
-            stack += [item.left, item.right]
-        elif isinstance(item, Compare):
-            stack += item.operands
-        elif isinstance(item, Ternary):
-            stack += [item.condition, item.yes, item.no]
-        elif isinstance(item, Index):
-            stack += item.indices
-        elif isinstance(item, Unary):
-            stack.append(item.operand)
-        elif isinstance(item, Group):
-            stack.append(item.inner)
+        stack += operands(item)
 
 
 def changed(root: Expr, change: Callable[[Expr], Expr]) -> Expr:

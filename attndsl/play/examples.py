@@ -68,7 +68,7 @@ tensor lengths[batch]: int
 mask = causal() and kv < lengths[b] and q < lengths[b]
 """,
     "Another dilation in each half of the heads": """\
-# Every fourth key of a long window in half of the heads (LongNet, arXiv 2307.02486).
+# Every fourth key of a long window in half of the heads (Longformer, arXiv 2004.05150).
 step = 1 if h < heads // 2 else 4
 mask = 0 <= q - kv < 6 * step and (q - kv) % step == 0
 """,

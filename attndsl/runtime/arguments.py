@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, counted
 from attndsl.frontend.declare import CALL_ARGUMENTS, COMPILE_ARGUMENTS
 from attndsl.ir import DType, Op, sides
 from attndsl.passes.evaluate import Environment, evaluate
@@ -237,7 +237,7 @@ def check_names(program: Program, captures: Mapping[str, object]) -> None:
         others = ", ".join(f'"{name}": ...' for name in missing if name in CALL_ARGUMENTS)
         given += [f"captures={{{others}}}"] if others else []
         raise ArgumentError(
-            f"the call lacks {', '.join(missing)}",
+            f"the call lacks {', '.join(map(repr, missing))}",
             hint=f"add {', '.join(given)} to the call"
             + ("; as a keyword, such a name is an argument" if others else " or to compile()"),
         )
@@ -412,7 +412,7 @@ def checked_tensor(decl: TensorDecl, value: object, device: torch.device | None)
         dims = ", ".join(map(print_expression, decl.dims))
         raise ShapeError(
             f"{decl.name} has shape {tuple(value.shape)}",
-            hint=f"the program declares {decl.name}[{dims}], with {len(decl.dims)} dim(s)",
+            hint=f"the program declares {decl.name}[{dims}], with {counted(len(decl.dims), 'dim')}",
         )
     _check_dtype(decl.name, decl.dtype, value, device)
     return value

@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attndsl.backends.base import About, Entry
+from attndsl.backends.entries import About, Entry
 from attndsl.errors import CacheWarning, ConfigError
 from attndsl.logs import LOG
 from attndsl.reading import read_bytes
@@ -53,7 +53,7 @@ class Imported(NamedTuple):
 
 
 class BundledCache:
-    """A cache and bundles. Implements :class:`attndsl.backends.base.Store`."""
+    """A cache and bundles. Implements :class:`attndsl.backends.entries.Store`."""
 
     def __init__(self, cache: KernelCache) -> None:
         """Bundles beside ``cache``, which gets what no bundle has."""

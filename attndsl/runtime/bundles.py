@@ -23,7 +23,7 @@ import sysconfig
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attndsl.backends.base import Entry
+from attndsl.backends.entries import Entry
 from attndsl.backends.key import version_of
 from attndsl.errors import ConfigError
 from attndsl.fingerprint import source_fingerprint

@@ -36,7 +36,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attndsl.backends.base import About, Entry
+from attndsl.backends.entries import About, Entry
 from attndsl.backends.key import FORMAT_VERSION
 from attndsl.errors import CacheWarning, ConfigError
 from attndsl.fingerprint import sources_changed
@@ -105,7 +105,7 @@ class _Files:
 
 
 class MemoryStore:
-    """Entries in memory. Implements :class:`attndsl.backends.base.Store`."""
+    """Entries in memory. Implements :class:`attndsl.backends.entries.Store`."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
@@ -125,7 +125,7 @@ class MemoryStore:
 
 
 class KernelCache:
-    """A folder of entries. Implements :class:`attndsl.backends.base.Store`."""
+    """A folder of entries. Implements :class:`attndsl.backends.entries.Store`."""
 
     def __init__(self, folder: Path, limit: int = 256 << 20, enabled: bool = True) -> None:
         """A cache in ``folder``, made (mode 0700) when first written.

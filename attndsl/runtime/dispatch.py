@@ -23,7 +23,8 @@ from .programs import default_cache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attndsl.backends.base import Backend, Call, Store
+    from attndsl.backends.base import Backend, Call
+    from attndsl.backends.entries import Store
     from attndsl.pipeline import Lowered
 
 

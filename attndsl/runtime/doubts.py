@@ -29,6 +29,8 @@ _FOLDERS = (f"{_ROOT}{os.sep}", f"{_ROOT.parent / 'backends'}{os.sep}")
 """Where the package's own code lies, also in a checkout."""
 _MANY_HEADS = 256
 """More heads than models have."""
+_SOME_HEADS = 64
+"""Heads from which models share keys among them."""
 
 
 def tell(found: Iterable[ProgramWarning]) -> None:
@@ -57,7 +59,7 @@ def doubts_of_call(
             part of a larger one has it, and None says nothing.
     """
     heads, q_len, kv_len = call.q.shape[1], call.q.shape[2], call.k.shape[2]
-    if heads > _MANY_HEADS and q_len < heads:
+    if (heads > _MANY_HEADS and q_len < heads) or _is_transposed(call, said):
         yield ProgramWarning(
             f"q has {heads} heads and {q_len} rows: its shape looks like (batch, length, heads, "
             "dim)",
@@ -75,6 +77,26 @@ def doubts_of_call(
         "causal_lower_right()"
         if q_len < kv_len
         else "pass q_offset or kv_offset, the positions of the first row and the first key",
+    )
+
+
+def _is_transposed(call: Call, said: Mapping[str, object]) -> bool:
+    """Whether a call of few rows and many heads has its lengths in place of its heads.
+
+    Models of so many heads share their keys, and project to rows that lie behind one another, so
+    that heads are the inner dim in memory. Where neither is so, there are hardly fewer rows and
+    keys than heads.
+    """
+    q, k = call.q, call.k
+    heads, q_len, kv_len = q.shape[1], q.shape[2], k.shape[2]
+    placed = any(said.get(name) is not None for name in LOCATION)
+    return (
+        not placed
+        and heads >= _SOME_HEADS
+        and k.shape[1] == heads
+        and 0 < kv_len <= q_len
+        and 1 < q_len < heads
+        and all(x.stride(1) > x.stride(2) for x in (q, k))
     )
 
 

@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attndsl.backends.base import SHORT_FORM, About, Written
+from attndsl.backends.base import SHORT_FORM, Written
+from attndsl.backends.entries import About
 from attndsl.backends.key import version_of
 from attndsl.errors import AttnDSLError, ProgramWarning, UnusedWarning
 from attndsl.fingerprint import source_fingerprint

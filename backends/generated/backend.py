@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, BoundBackward, BoundForward, Call, Store, Tangents, Written
+    from ..base import Backward, BoundBackward, BoundForward, Call, Tangents, Written
+    from ..entries import Store
     from ..gradients.plan import GradientPlan
     from ..kernels.config import Config
     from ..kernels.kernel import Family

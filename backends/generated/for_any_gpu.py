@@ -8,7 +8,7 @@ from ..triton.family import Portable
 from .backend import GeneratedBackend
 
 if TYPE_CHECKING:
-    from ..base import Store
+    from ..entries import Store
 
 
 def triton_backend(store: Store) -> GeneratedBackend:

@@ -10,7 +10,7 @@ from ..triton.serve import Serve
 from .backend import GeneratedBackend
 
 if TYPE_CHECKING:
-    from ..base import Store
+    from ..entries import Store
 
 
 def decode_backend(store: Store) -> GeneratedBackend:

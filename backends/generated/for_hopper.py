@@ -14,7 +14,7 @@ from .meanwhile import Meanwhile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..base import Store
+    from ..entries import Store
 
 
 def hopper_backend(store: Store) -> GeneratedBackend:

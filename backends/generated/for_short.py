@@ -9,7 +9,7 @@ from ..triton.short import Short
 from .backend import GeneratedBackend
 
 if TYPE_CHECKING:
-    from ..base import Store
+    from ..entries import Store
 
 
 def short_backend(store: Store) -> GeneratedBackend:

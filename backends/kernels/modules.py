@@ -15,10 +15,11 @@ from attndsl.ir import leaf_names
 from attndsl.logs import LOG
 from attndsl.passes.print_ir import short_form
 
-from ..base import SHORT_FORM, About
+from ..base import SHORT_FORM
 from ..emit.facts import for_lists
 from ..emit.loops import row_width
 from ..emit.tile_lists import generate_lists
+from ..entries import About
 from ..key import KernelKey, version_of
 from .arguments import arguments_of
 from .compile import (
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ..base import Entry, Store
+    from ..entries import Entry, Store
     from .compile import Argument
     from .kernel import FixedKernel, Job
     from .machine import Machine

@@ -127,7 +127,7 @@ def test_what_is_missing_is_told_with_where_it_goes():
     q = torch.zeros(1, 1, 4, 16)
     with pytest.raises(ArgumentError) as caught:
         attention(q, q, q)
-    assert caught.value.message == "the call lacks scale, w"
+    assert caught.value.message == "the call lacks 'scale', 'w'"
     assert caught.value.hint.startswith('add w=..., captures={"scale": ...} to the call')
     with pytest.raises(ArgumentError) as caught:
         attention(q, q, q, scale=torch.ones(1), w=3)

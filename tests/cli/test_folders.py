@@ -180,3 +180,15 @@ def test_fmt_takes_folders_and_patterns(attndsl, tree, tmp_path):
     assert done.code == 2
     assert "is a configuration file" in done.err
     assert "configurations" not in attndsl("fmt", "--help").out
+
+
+def test_other_kinds_of_files_are_no_programs(attndsl, tree):
+    tree({"README.md": "# Programs\n\nSome text.\n", "a.py": "x = 1\n", "a.attn": "causal()\n"})
+    done = attndsl("check", "README.md", "a.py", "a.attn")
+    assert done.code == 1
+    assert "README.md is Markdown and no program" in done.out
+    assert "a.py is Python and no program" in done.out
+    assert done.out.endswith("1 program: 2 errors\n")
+    for command in ("explain", "show"):
+        done = attndsl(command, "README.md")
+        assert (done.code, done.err.splitlines()[0]) == (1, "README.md is Markdown and no program")

@@ -68,7 +68,7 @@ REFUSALS = {
         r"k is \(3, 2, 3, 8\)",
         "ShapeError",
     ),
-    "missing": (lambda x: GAIN(x, x, x), "the call lacks gain", "ArgumentError"),
+    "missing": (lambda x: GAIN(x, x, x), "the call lacks 'gain'", "ArgumentError"),
     "dtype": (
         lambda x: scaled_dot_product_attention(x, x.double(), x),
         r"key is torch\.float64",

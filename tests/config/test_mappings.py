@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import UserDict
 from types import MappingProxyType
 
@@ -28,6 +29,25 @@ def test_every_mapping_is_taken(kind):
     whole = {"model": {"attention": PROGRAMS}, "rest": [None, object(), {3: 4}]}
     if kind is not OmegaConf.create:
         assert attndsl.load(kind(whole), key="model.attention") == found
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_a_file_may_name_a_number_of_its_own_by_its_key(tmp_path, suffix):
+    local = {"program": "q - kv < window", "params": {"window": "${model.sizes.0}"}}
+    path = tmp_path / f"train.{suffix}"
+    path.write_text(json.dumps({"model": {"sizes": [4], "attention": {"local": local}}}))
+    found = attndsl.load(path, key="model.attention")
+    assert found["local"] == attndsl.compile("q - kv < window", window=4)
+
+
+@pytest.mark.parametrize(
+    "text", ["${nothing}", "${a}", "${a.n.params.w}", "${.x}", "${oc.env:HOME}", "${x}0", "${word}"]
+)
+def test_what_no_number_of_the_file_is_stays_an_error(text):
+    config = {"a": {"n": {"program": "q < w", "params": {"w": text}}}, "x": 3, "word": "three"}
+    with pytest.raises(ConfigError, match="are not all names with numbers") as caught:
+        attndsl.load(config, key="a")
+    assert "stands for a number of this file" in caught.value.hint
 
 
 def test_interpolations_are_resolved():

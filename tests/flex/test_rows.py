@@ -49,6 +49,7 @@ def test_reductions(name):
         (lambda j: torch.stack([j, j]), "'stack'", "torch.where"),
         (lambda j: torch.bucketize(j, LISTED), "'bucketize'", "before the call"),
         (lambda j: torch.isin(j, torch.zeros(2, 2)), "'isin'", "one dim"),
+        (lambda j: (ROWS[j] == j).any(), "1 dim", "write torch.isin(x, row)"),
     ],
 )
 def test_what_is_not_written_out(function, match, hint):

@@ -212,7 +212,7 @@ REFUSED = {
     "many indices": (lambda s, b, h, q, kv: s + TABLE[h, q, kv], "3 indices", "", "TABLE[h, q"),
     "index of a score": (lambda s, b, h, q, kv: s[0], "no elements", "", "s[0]"),
     "whole tensor": (lambda s, b, h, q, kv: s + TABLE, "shape (3, 4)", "table[h]", "+ TABLE"),
-    "partly indexed": (lambda s, b, h, q, kv: s + TABLE[h], "1 dim(s) left", "2 dims", "s + TABLE"),
+    "partly indexed": (lambda s, b, h, q, kv: s + TABLE[h], "1 dim left", "2 dims", "s + TABLE"),
     "int power": (lambda s, b, h, q, kv: s + 3 ** h, "an int that varies", ".float()", "3 ** h"),
     "bits": (lambda s, b, h, q, kv: s & 1, "bits of a float", ".float()", "s & 1"),
     "narrow": (lambda s, b, h, q, kv: s + s.to(torch.int8), "does not fit", "int64", "torch.int8"),
@@ -224,7 +224,7 @@ REFUSED = {
     "bool score": (lambda s, b, h, q, kv: q > kv, "gives a bool", "mask_mod", '"bool score"'),
     "float mask": (lambda b, h, q, kv: q - kv, "gives a int", "!= 0", '"float mask"'),
     "nothing": (forgets, "gives nothing", "return", "def forgets"),
-    "arguments": (lambda score, h: score, "2 argument(s)", "(b, h, q_idx, kv_idx)", '"arguments"'),
+    "arguments": (lambda score, h: score, "2 arguments", "(b, h, q_idx, kv_idx)", '"arguments"'),
 }  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def test_names_given_in_python() -> None:
 
 CASES = [
     ("q >= kv & q - kv < 3", errors.TypeMismatchError, 1, 6, "and"),
-    ("mask = qq >= kv", errors.NameResolutionError, 1, 8, "'q'"),
+    ("mask = qq >= kv", errors.NameResolutionError, 1, 8, "declare 'param qq: int'"),
     ("x = 1\nx = 2\nq >= x", errors.NameResolutionError, 2, 1, "once"),
     ("score = softcp(3)", errors.NameResolutionError, 1, 9, "softcap"),
     ("score + sum(q)", errors.NameResolutionError, 1, 9, "reduce"),

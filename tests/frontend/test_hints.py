@@ -6,9 +6,9 @@ import pytest
 
 from attndsl.errors import AttnDSLError, flatten
 from attndsl.frontend import hints
-from attndsl.frontend.declare import ParamSpec, TensorSpec
+from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
 from attndsl.frontend.names import is_free
-from attndsl.pipeline import check
+from attndsl.pipeline import check, lower, warnings_of
 from attndsl.source import Source
 
 TENSOR = "tensor doc[batch, kv_len]: int\n"
@@ -73,7 +73,10 @@ CASES = [
     ("mask = q >= kv and given(doc)", "declare it ('tensor doc[...]: int = none'"),
     ("score = nan", "a program has no NaN"),
     ("mask = score == NaN", "a program has no NaN"),
-    ("score = score + man", "declare it ('param man: float'"),
+    (
+        "score = score + man",
+        "declare 'param man: float' or 'tensor man[...]: float', or pass man=...",
+    ),
     ("mask = near(3)\nnear = q - kv", "remove the call; 'near' is bound in line 2: move"),
     ("near = q - kv\nmask = near(3)", "remove the call"),
     ("near = near(3)\nmask = near > q", "define it: 'def near(...) = ...'"),
@@ -109,6 +112,14 @@ CASES = [
     ("mask = top_k(score, 5)", "choose keys before the call"),
     ("score = matmul(q, kv)", "dot(u[q, :], w[kv, :])"),
     ("mask = tril(q)", "write q >= kv"),
+    ("mask = lambda q, kv: q >= kv", "attndsl.trace(score_mod, mask_mod) makes programs of Python"),
+    ("def mask_mod(b, h, q, kv): return q >= kv", "attndsl.trace(score_mod, mask_mod)"),
+    ("score = score ^ 2", "write x ** y for a power"),
+    ("score = score + logsigmoid(score)", "write -softplus(-x)"),
+    ("mask = window(128)", "write sliding_window(w)"),
+    ("weights = entmax(score)", "this needs all scores of a row at once"),
+    ("weights = sparsemax(score)", "this needs all scores of a row at once"),
+    ("mask = rank(score) < 8", "this needs all scores of a row at once"),
     ("mask = softmax(score) > 0.1", "weights have no threshold: compare the score"),
     ("weights = softmax(score) > 0.1", "weights have no threshold: compare the score"),
     (f"{TENSOR}mask = doc[q] == 3", "write doc[b, q]"),
@@ -129,6 +140,114 @@ CASES = [
     ("param c: float = true\nscore = c * score", "write 1.0"),
     ("param on: bool = 1\nmask = on", "write true or false, or 'param on: int = 1'"),
 ]
+
+
+WINDOW = "declare 'param window: int', or pass window=... to compile()"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mask = causal() and q - kv < window",
+        "mask = causal() and 0 <= q - kv < window",
+        "mask = sliding_window(window)",
+        "mask = sliding_window(w=window)",
+        "mask = causal() and kv >= q - window + 1",
+        "mask = q // window == kv // window",
+        "mask = q < window or causal()",
+        "mask = -window < q - kv",
+        "mask = abs(q - kv) < min(window, kv_len)",
+        "near = q - kv - window\nmask = near < 0",
+        "def near(x, w) = abs(x) < w\nmask = near(q - kv, window)",
+        "tensor w[kv_len]: int\nmask = w[kv] > window",
+        "score = score if q - kv < window else -inf",
+        "score = where(q - kv < 2 * window, score, -inf)",
+        "tensor ids[kv_len]: int\nmask = ids[kv - window] == 0",
+        "mask = q - kv < window and (window & 1) == 0",
+        "mask = q - kv < window\nscore = score / window",
+    ],
+)
+def test_a_name_beside_positions_is_declared_as_an_int(text):
+    with pytest.raises(AttnDSLError) as caught:
+        check(Source(text), {})
+    assert {each.hint for each in flatten(caught.value)} == {WINDOW}
+    check(Source(f"param window: int\n{text}"), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("score = cap * tanh(score / cap)", "cap"),
+        ("score = score * std", "std"),
+        ("score = score * scale", "scale"),
+        ("score = score - w * (q - kv)", "w"),
+        ("mask = score > bound", "bound"),
+        ("mask = w * q < kv", "w"),
+        ("sink = stride + 1", "stride"),
+        ("bias = slope * (q - kv)\nscore = score + bias", "slope"),
+    ],
+)
+def test_other_numbers_are_declared_as_floats(text, name):
+    with pytest.raises(AttnDSLError) as caught:
+        check(Source(text), {})
+    declared = f"declare 'param {name}: float' or 'tensor {name}[...]: float', or pass {name}=..."
+    for each in flatten(caught.value):
+        assert each.hint.startswith(declared)
+    check(Source(f"param {name}: float\n{text}"), {})
+
+
+def test_a_condition_is_declared_as_a_bool():
+    for text in ("mask = causal() and on", "mask = not on", "score = 2 * score if on else score"):
+        with pytest.raises(AttnDSLError) as caught:
+            check(Source(text), {})
+        assert caught.value.hint == "declare 'param on: bool', or pass on=... to compile()"
+        check(Source(f"param on: bool\n{text}"), {})
+
+
+def test_slips_of_the_keys_name_what_is_meant():
+    for slip, name in (("heasd", "heads"), ("KV", "kv"), ("head_dmi", "head_dim"), ("Q", "q")):
+        with pytest.raises(AttnDSLError) as caught:
+            check(Source(f"mask = causal() and {slip} > 3"), {})
+        assert caught.value.hint == f"did you mean '{name}'?"
+
+
+def test_hints_of_many_names_come_quickly():
+    start = time.perf_counter()
+    calls = "def f0(x) = x + a\n" + "".join(
+        f"def f{i + 1}(x) = f{i}(x) + f{i}(x)\n" for i in range(60)
+    )
+    for text in (
+        "mask = q < " + " + ".join(f"n{i}" for i in range(2_000)),
+        "mask = q < " + " + ".join(["n"] * 7_000),
+        f"{calls}mask = f60(q) < n",
+    ):
+        with pytest.raises(AttnDSLError):
+            check(Source(text), {})
+        with pytest.raises(AttnDSLError):
+            check(Source(text), {"n": Bound(16.0)})
+    assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize(
+    "text", ["mask = sliding_window(w)", "mask = causal() and kv >= q - w", "mask = q // w == 0"]
+)
+def test_a_whole_float_beside_positions_is_an_int(text):
+    given, whole = (lower(Source(text), {"w": Bound(value)}) for value in (16.0, 16))
+    assert given.digest == whole.digest
+    assert warnings_of(Source(text), {"w": Bound(16.0)}) == ()
+
+
+def test_a_fraction_beside_positions_is_warned_of():
+    text = Source("mask = sliding_window(w)")
+    (found,) = warnings_of(text, {"w": Bound(16.5)})
+    assert found.hint == "pass a whole number, such as 17"
+    typed = Source("param w: float; mask = sliding_window(w)")
+    assert warnings_of(typed, {"w": Bound(16.5)}) == ()
+    assert warnings_of(text, {"w": Bound(float("inf"))}) == ()
+    slope = Source("mask = causal(); score = score - w * (q - kv)")
+    assert warnings_of(slope, {"w": Bound(16.5)}) == ()
+    ratio = Source("mask = w * q >= kv")
+    assert warnings_of(ratio, {"w": Bound(0.5)}) == ()
 
 
 @pytest.mark.parametrize(("text", "hint"), CASES)

@@ -21,7 +21,7 @@ import torch
 from support.fork_server import run_python
 
 import attndsl
-from attndsl.backends.base import About
+from attndsl.backends.entries import About
 from attndsl.backends.key import FORMAT_VERSION
 from attndsl.errors import CacheWarning
 from attndsl.runtime import cache as cache_module

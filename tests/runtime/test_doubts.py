@@ -116,6 +116,10 @@ def test_a_shape_with_heads_behind_lengths():
     (said,) = warned(lambda: attn(q, q, q))
     assert said.startswith("q has 512 heads and 4 rows")
     assert warned(lambda: attn(rows(1, heads=128), *[rows(9, heads=128)] * 2, q_offset=8)) == []
+    swapped = torch.randn(8, 128, 8, 64)  # (batch, length, heads, dim)
+    for text in ("causal()", "score = 2 * score"):
+        (said,) = warned(lambda text=text: attndsl.compile(text)(swapped, swapped, swapped))
+        assert said.startswith("q has 128 heads and 8 rows")
     doc = attndsl.compile("tensor doc[batch, kv_len]: int\nmask = doc[b, q] == doc[b, kv]")
     swapped = rows(4, heads=64)
     with pytest.raises(ShapeError, match="dim 1 is declared as kv_len, which is 4") as caught:
@@ -124,6 +128,18 @@ def test_a_shape_with_heads_behind_lengths():
     with pytest.raises(ShapeError) as caught:
         doc(swapped, swapped, swapped, doc=torch.zeros(1, 63, dtype=torch.int64))
     assert "transpose" not in caught.value.hint
+
+
+def test_few_rows_of_many_heads_are_usual_where_a_model_makes_them():
+    attn = attndsl.compile("causal()")
+    projected = torch.randn(1, 8, 128 * 4).view(1, 8, 128, 4).transpose(1, 2)
+    assert warned(lambda: attn(projected, projected, projected)) == []
+    q, shared = rows(8, heads=128), rows(8, heads=8)
+    assert warned(lambda: attn(q, shared, shared)) == []
+    assert warned(lambda: attn(q, q, q, q_offset=0)) == []
+    for heads, length in ((32, 8), (64, 64), (128, 1), (16, 4)):
+        q = rows(length, heads=heads)
+        assert warned(lambda q=q: attn(q, q, q)) == []
 
 
 def test_warnings_can_be_errors_or_silent():

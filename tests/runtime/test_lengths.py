@@ -38,9 +38,9 @@ def test_only_the_masks_captures_are_needed(attention):
     shown = attention.explain(q_len=64, kv_len=64, doc=DOC)
     assert "at 64 queries x 64 keys, 2 x 1 heads of 64" in shown
     assert attndsl.verify(attention, 64, 64, block_m=16, block_n=16, doc=DOC).live
-    with pytest.raises(ArgumentError, match="the call lacks doc\n"):
+    with pytest.raises(ArgumentError, match="the call lacks 'doc'\n"):
         attention.tiles(64, 64)
-    with pytest.raises(ArgumentError, match="the call lacks doc\n"):
+    with pytest.raises(ArgumentError, match="the call lacks 'doc'\n"):
         attention.explain(q_len=64, kv_len=64, gain=GAIN)
 
 
@@ -48,7 +48,7 @@ def test_pictures_need_what_the_score_mentions_too(attention):
     given = {"doc": DOC, "gain": GAIN, "temp": 2.0, "steps": 4, "table": torch.ones(8, 16)}
     assert attention.plot(q_len=64, kv_len=64, b=1, h=5, **given).startswith("<svg")
     del given["table"]
-    with pytest.raises(ArgumentError, match="the call lacks table"):
+    with pytest.raises(ArgumentError, match="the call lacks 'table'"):
         attention.plot(q_len=64, kv_len=64, **given)
     sunk = attndsl.compile("tensor logit[heads]: float; mask = causal(); sink = logit[h]")
     assert sunk._repr_html_().startswith("<svg")
