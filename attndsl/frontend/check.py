@@ -590,8 +590,7 @@ class _Checker:
         for name, given in self.declared.items():
             if name in self.in_text or name in self.scope.used:
                 continue
-            names = [n for n in self.scope.used if n not in self.declared]
-            close = difflib.get_close_matches(name, names, n=1)
+            close = difflib.get_close_matches(name, self.scope.used - set(self.declared), n=1)
             self.errors.append(
                 NameResolutionError(
                     f"'{name[:40]}' {origin_of(given)}, but the program never uses it",
