@@ -44,6 +44,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {"analysis", "in_graphs", "introspection", "other_lengths", "repeated", "serving", "views"}
     ),
     frozenset({"attention"}),
+    frozenset({"tolerance"}),
     frozenset({"warming", "comparing"}),
     frozenset({"building"}),
     frozenset({"api"}),

@@ -77,7 +77,8 @@ def compare(check, text, inputs, **declared):
         for name, exact in golden.items():
             torch.testing.assert_close(found[name], exact, atol=1e-10, rtol=1e-10, msg=name)
         return
-    check.close(golden, check.run(oracle, inputs.to(dtype)), found, dtype)
+    spread = check.spread_of(text, inputs, dtype, **declared)
+    check.close(golden, check.run(oracle, inputs.to(dtype)), found, dtype, spread=spread)
 
 
 def leaf(*shape, dtype=torch.float64):
@@ -123,9 +124,11 @@ def test_dtypes(check, name, dtype):
                 check.run(oracle, inputs.to(torch.float64)),
                 check.run(oracle, inputs.to(dtype)),
                 check.run(attention, inputs.to(dtype)),
+                check.spread_of(case[0], inputs, dtype),
             )
         )
-    check.close(*map(check.pooled, zip(*draws, strict=True)), dtype)
+    *three, spread = map(check.pooled, zip(*draws, strict=True))
+    check.close(*three, dtype, spread=spread)
 
 
 @pytest.mark.parametrize("spare", [0, 8, 10**9])
