@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 SPREADS = 6.0
 """How many spreads an element may be off.
 
-Errors of a rounding to nearest are uniform, with a standard deviation of 3 ** -0.5 of the largest,
-which is what spreads count: these are 10 standard deviations of a normal error. M39 in
-docs/measured.md has the largest errors seen.
+Spreads count the largest error of each rounding, and the standard deviation of a uniform error is
+3 ** -0.5 of that: these are 10 standard deviations. M62 in docs/measured.md has the largest errors
+that were seen.
 """
 USUAL = 4.0
 """How many times as far off as the largest error of the reference in its row an element may be.
@@ -50,15 +50,16 @@ def spreads_of(attention: Attention, case: Case, dtype: torch.dtype) -> dict[str
         AttnDSLError: The call would be refused.
     """
     q, k, v = (autocast(x.detach()).double() for x in case.operands)
-    wide = {name: case.captures[name].detach().double() for name in case.learned}
+    learned: dict[str, Any] = {name: case.captures[name] for name in case.learned}
+    wide = {name: x.detach().double() for name, x in learned.items()}
     left_out = ("tiles", "out_dtype")
     options = {name: x for name, x in case.options.items() if name not in left_out}
     location = Location(**taken(dict(options), LOCATION))
-    captures = (*attention.tensors, *attention.params)
-    given = {x.name: x.default for x in captures if x.default is not None}
+    given: dict[str, Any] = {x.name: x.default for x in attention.tensors if x.default is not None}
+    given |= {x.name: x.default for x in attention.params if x.default is not None}
     given |= {**case.captures, **wide}
-    own, given = on_reference(attention).variant(given, sizes_of_operands(q, k), location)
-    call, _ = bound_call(own, (q, k, v), {**options, "captures": given})
+    own, present = on_reference(attention).variant(given, sizes_of_operands(q, k), location)
+    call, _ = bound_call(own, (q, k, v), {**options, "captures": present})
     lowered, part = localised(own.lowered, call)
     if case.grad_out is None:
         return spreads(lowered, part, dtype)
@@ -67,8 +68,8 @@ def spreads_of(attention: Attention, case: Case, dtype: torch.dtype) -> dict[str
     grad_lse = None if case.grad_lse is None else case.grad_lse.detach().double()
     results = Backward(q, q, case.grad_out.detach().double(), grad_lse, wanted)
     found = spreads(lowered, part, dtype, results)
-    captures = {name: found[f"d{name}"] for name in (*wanted.tensors, *wanted.params)}
-    wholes = gradients_of_wholes(own.lowered.program, call, captures)
+    parts = {name: found[f"d{name}"] for name in (*wanted.tensors, *wanted.params)}
+    wholes = gradients_of_wholes(own.lowered.program, call, parts)
     return found | {f"d{name}": x for name, x in wholes.items()}
 
 

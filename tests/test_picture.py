@@ -216,6 +216,17 @@ def test_svg_has_a_score_only_where_the_program_changes_it():
     assert {"score of a raw score of 0", "0", "-31"} <= set(_said(found["score"]))
 
 
+def test_labels_of_the_legend_stand_beside_their_boxes():
+    legend = _panels(_data("causal()", 64, 64, 16, 16))["legend"]
+    boxes = [(float(box.get("x")), float(box.get("width"))) for box in legend.iter(f"{SVG}rect")]
+    labels = [float(label.get("x")) for label in legend.iter(f"{SVG}text")]
+    assert len(boxes) == 4
+    for (start, width), label, (after, _) in zip(
+        boxes, labels, [*boxes[1:], (1e9, 0)], strict=False
+    ):
+        assert start + width < label < after
+
+
 def test_legend_counts():
     data = _data("causal()", 64, 64, 16, 16)
     assert data.counts == {"FULL": 6, "PARTIAL": 4, "EMPTY": 6}

@@ -44,8 +44,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {"analysis", "in_graphs", "introspection", "other_lengths", "repeated", "serving", "views"}
     ),
     frozenset({"attention"}),
-    frozenset({"tolerance"}),
-    frozenset({"warming", "comparing"}),
+    frozenset({"warming", "comparing", "tolerance"}),
     frozenset({"building"}),
     frozenset({"api"}),
     frozenset({"notebook"}),

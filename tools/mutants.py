@@ -29,7 +29,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
-DEVICE = ("jit", "triton.jit", "gluon.jit")
+DEVICE = ("triton.jit", "gluon.jit", "triton.constexpr_function", "gluon.constexpr_function")
 TELLING = ("__repr__", "__str__", "_repr_html_")
 """Functions that only people read."""
 

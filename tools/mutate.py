@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from mutants import FOLDERS, ROOT, Mutant, drawn
+from mutants import FOLDERS, ROOT, Mutant, drawn, mutants_of
 
 BUILD = ROOT / "build" / "mutate"
 TIMES = BUILD / "files.jsonl"
@@ -143,9 +143,14 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         part, parts = map(int, arguments.part.split("/"))
-        every = drawn(arguments.seed, arguments.count, arguments.only)
-        self.mutants = every[part - 1 :: parts]
         self.record: Path = arguments.record
+        self.again: bool = arguments.survivors
+        every = (
+            survivors(self.record)
+            if self.again
+            else drawn(arguments.seed, arguments.count, arguments.only)
+        )
+        self.mutants = every[part - 1 :: parts]
         self.end = time.monotonic() + 60 * arguments.minutes if arguments.minutes else None
         self.copy = Copy(f"tree-{part}-of-{parts}")
         self.known: dict[str, bool] = {}
@@ -153,7 +158,7 @@ class Run:
 
     def go(self) -> None:
         """Judge all mutants that the record does not have."""
-        done = {line["mutant"] for line in read(self.record)}
+        done = set() if self.again else {line["mutant"] for line in read(self.record)}
         left = [mutant for mutant in self.mutants if mutant.name not in done]
         print(f"mutate: {len(left)} of {len(self.mutants)} mutants to judge; record: "
               f"{self.record}", flush=True)  # fmt: skip
@@ -247,6 +252,21 @@ def append(record: Path, line: dict[str, Any]) -> None:
         file.write(text)
 
 
+def survivors(record: Path) -> list[Mutant]:
+    """Mutants that the record has as survivors, and that today's sources still have."""
+    last = {line["mutant"]: line for line in read(record)}
+    found = []
+    for name, line in last.items():
+        if line["outcome"] == "survived":
+            path = name.partition(":")[0]
+            text = (ROOT / path).read_text("utf-8")
+            same = [each for each in mutants_of(path, text) if each.diff(text) == line["diff"]]
+            found += same[:1]
+            if not same:
+                print(f"mutate: {name} is of other sources", flush=True)
+    return found
+
+
 def summarise(record: Path) -> int:
     """Print survivors and the share of mutants that tests kill. Returns the exit status."""
     last = {line["mutant"]: line for line in read(record)}
@@ -283,6 +303,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path, default=BUILD / "record.jsonl")
     parser.add_argument("--afresh", action="store_true", help="forget the record")
     parser.add_argument("--report", action="store_true", help="print what the record has")
+    parser.add_argument("--survivors", action="store_true", help="judge those of the record again")
     parser.add_argument("--equivalent", metavar="NAME", help="a survivor with the same results")
     parser.add_argument("--reason", help="why these are the same")
     arguments = parser.parse_args()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from ..base import Call
     from .interpret import Scope
+    from .pairs import Dense
 
 _PAIRS_AT_ONCE = 1 << 20
 """Pairs that are looked at together, with some thirty values for each."""
@@ -136,9 +137,9 @@ class _Pairs:
         self.slopes = evaluate((lowered.derivative.score,), self.dense.scope)[0]
         self.slope_change = torch.zeros_like(self.slopes)
         """Squares of the changes of the score's derivative that rounding may make."""
-        own = self.program.weights is not None
-        if own:
-            self.weights = own_weights(self.program.weights, self.dense)
+        root = self.program.weights
+        if root is not None:
+            self.weights = own_weights(root, self.dense)
         else:
             denominator = torch.where(self.lse == -torch.inf, torch.inf, self.lse).unsqueeze(-1)
             self.weights = torch.exp(score - denominator)
@@ -146,24 +147,22 @@ class _Pairs:
         changes = torch.zeros_like(score)
         raw, error = self.dense.scope.score, self._raw_error()
         for factor in _SHIFTS:
-            moved = replace(self.dense.scope, score=raw + factor * error)
-            other = self._scores(moved)
-            square = _square_of_difference(other, score)
+            other = self._moved(raw + factor * error)
+            square = _square_of_difference(other.score, score)
             self.score_square = torch.maximum(self.score_square, square)
-            if own:
-                dense = replace(self.dense, scope=moved, score=other, live=other != -torch.inf)
-                change = (own_weights(self.program.weights, dense) - self.weights).square()
+            if root is not None:
+                change = (own_weights(root, other) - self.weights).square()
             else:
-                flips = (other == -torch.inf) != (score == -torch.inf)
-                change = torch.exp(torch.maximum(other, score) - denominator).square()
+                flips = (other.score == -torch.inf) != (score == -torch.inf)
+                change = torch.exp(torch.maximum(other.score, score) - denominator).square()
                 change = torch.where(flips, change, 0.0)
             changes = torch.maximum(changes, change)
-            (slopes,) = evaluate((lowered.derivative.score,), moved)
+            (slopes,) = evaluate((lowered.derivative.score,), other.scope)
             change = torch.nan_to_num((slopes - self.slopes).square(), torch.inf)
             self.slope_change = torch.maximum(self.slope_change, change)
         self.lse_spread = self._lse_spread(changes)
         square = changes + self.precision.stored_square(self.weights, self.terms)
-        if own:
+        if root is not None:
             square = square + self.slope_of_weights().square() * self.score_square
         else:
             square = square + self.weights.square() * self.score_square
@@ -175,13 +174,14 @@ class _Pairs:
         square = self.precision.work**2 * call.q.shape[3] * sums
         return (square + self.precision.stored_square(raw)).sqrt()
 
-    def _scores(self, scope: Scope) -> torch.Tensor:
-        """Final scores, with another raw score."""
-        live = None
+    def _moved(self, raw: torch.Tensor) -> Dense:
+        """The pairs with other raw scores."""
+        scope, live = replace(self.dense.scope, score=raw), None
         if self.program.mask is not None:
             (live,) = evaluate((self.program.mask,), scope)
         (score,) = evaluate((self.program.score,), scope)
-        return where_live(live, score, -torch.inf).expand(scope.score.shape)
+        score = where_live(live, score, -torch.inf).expand(raw.shape)
+        return replace(self.dense, scope=scope, live=live, score=score)
 
     def _usual_square(self, dtype: torch.dtype) -> torch.Tensor:
         """Squares of the errors that final scores have in the working dtype, 0 at dead pairs."""
