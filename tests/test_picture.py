@@ -227,6 +227,15 @@ def test_labels_of_the_legend_stand_beside_their_boxes():
         assert start + width < label < after
 
 
+def test_tiles_that_bounds_leave_open_are_told_by_their_pairs():
+    """The compiler evaluates such masks, which no interval decides."""
+    data = _data(
+        "(q * kv - kv * q) * (q - kv) + q // 8 * 100 - kv // 8 * 100 >= 0 and q * kv % 2 < 9"
+    )
+    assert torch.equal(data.kinds, _brute(data.mask, 8, 8))
+    assert data.counts["FULL"] > data.counts["PARTIAL"]
+
+
 def test_legend_counts():
     data = _data("causal()", 64, 64, 16, 16)
     assert data.counts == {"FULL": 6, "PARTIAL": 4, "EMPTY": 6}

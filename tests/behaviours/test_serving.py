@@ -8,6 +8,7 @@ from support.serving import Shape, make_step, one_by_one
 
 import attndsl
 from attndsl import errors
+from attndsl.passes.widths import POSITION_LIMIT
 
 LENGTHS, COUNTS = (7, 1, 13, 5, 9, 2), (1, 1, 6, 0, 3, 2)
 PROGRAMS = {
@@ -327,6 +328,16 @@ REFUSED = [
     (lambda a, s, c: a.serve(s.q, c, s.starts, q_index=s.starts), errors.ShapeError, "q_index"),
     (
         lambda a, s, c: a.serve(s.q, c, s.starts, q_index=torch.full((len(s.q),), 1 << 31)),
+        errors.ArgumentError,
+        "q_index has values",
+    ),
+    (
+        lambda a, s, c: a.serve(s.q, c, s.starts, q_index=torch.full((len(s.q),), POSITION_LIMIT)),
+        errors.ArgumentError,
+        "q_index has values",
+    ),
+    (
+        lambda a, s, c: a.serve(s.q, c, s.starts, q_index=torch.full((len(s.q),), -POSITION_LIMIT)),
         errors.ArgumentError,
         "q_index has values",
     ),
