@@ -27,8 +27,8 @@ SPREADS = 6.0
 """How many spreads an element may be off.
 
 Spreads count the largest error of each rounding, and the standard deviation of a uniform error is
-3 ** -0.5 of that: these are 10 standard deviations. M62 in docs/measured.md has the largest errors
-that were seen.
+3 ** -0.5 of that: these are 10 standard deviations. For the largest errors that right results had,
+see M62 in docs/measured.md.
 """
 USUAL = 4.0
 """How many times as far off as the largest error of the reference in its row an element may be.
