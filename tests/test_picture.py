@@ -227,6 +227,13 @@ def test_labels_of_the_legend_stand_beside_their_boxes():
         assert start + width < label < after
 
 
+def test_a_narrow_picture_has_room_for_its_legend():
+    root = ET.fromstring(svg(_data("causal()", 999, 1)))
+    legend = _panels(_data("causal()", 999, 1))["legend"]
+    last = max(float(each.get("x")) + 6 * len(each.text) for each in legend.iter(f"{SVG}text"))
+    assert float(root.get("width")) > last
+
+
 def test_tiles_that_bounds_leave_open_are_told_by_their_pairs():
     """The compiler evaluates such masks, which no interval decides."""
     data = _data(
