@@ -227,6 +227,7 @@ def tests_of(path: str, root: Path) -> list[str]:
     every = sorted((root / "tests").rglob("test_*.py"), key=lambda file: file.stat().st_size)
     texts = {file.relative_to(root).as_posix(): file.read_text("utf-8") for file in every}
     first = [name for name in texts if Path(name).stem == f"test_{stem}"]
+    first += [name for name in texts if stem in Path(name).stem]
     first += [name for name, text in texts.items() if named.search(text)]
     for place in TESTS[package]:
         first += [name for name in texts if name == place or name.startswith(f"{place}/")]
