@@ -35,6 +35,7 @@ from mutants import FOLDERS, ROOT, Mutant, drawn, mutants_of
 
 BUILD = ROOT / "build" / "mutate"
 TIMES = BUILD / "files.jsonl"
+_OF_SERVING = ("tests/behaviours/test_serving.py", "tests/behaviours", "tests/backends/triton")
 TESTS = {
     "attndsl/building": ("tests/building", "tests/runtime/test_bundles.py"),
     "attndsl/cli": ("tests/cli", "tests/test_cli.py", "tests/test_cli_output.py"),
@@ -51,10 +52,15 @@ TESTS = {
     "attndsl/passes": ("tests/passes", "tests/behaviours/test_scores.py", "tests/behaviours"),
     "attndsl/picture": ("tests/test_picture.py", "tests/test_picture_command.py"),
     "attndsl/play": ("tests/play",),
+    "attndsl/runtime/appending": _OF_SERVING,
+    "attndsl/runtime/paged": _OF_SERVING,
+    "attndsl/runtime/plans": _OF_SERVING,
+    "attndsl/runtime/step": _OF_SERVING,
     "attndsl/runtime": ("tests/runtime", "tests/behaviours", "tests/compat"),
     "attndsl/torch_api": ("tests/torch_api",),
     "attndsl/torchtitan": ("tests/libraries",),
     "attndsl": ("tests/test_api.py", "tests/behaviours", "tests/runtime"),
+    "backends/dense/tangent": ("tests/runtime/test_higher.py", "tests/behaviours"),
     "backends/dense": ("tests/backends/test_reference.py", "tests/backends/test_interpret.py",
                        "tests/backends/test_finite.py", "tests/behaviours"),
     "backends/emit": ("tests/backends/emit", "tests/behaviours/test_scores.py"),

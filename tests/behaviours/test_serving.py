@@ -469,3 +469,13 @@ def test_backends_and_checked_mode(backend):
     checked = attndsl.compile("tensor t[3]: float\nscore = score + t[kv]", checked=True)
     with pytest.raises(errors.ArgumentError, match="t"):
         checked.serve(step.q, step.cache, step.starts, t=torch.zeros(3))
+
+
+@pytest.mark.parametrize("values", [[-1, 1, 2], [0, 1, 3]])
+def test_starts_outside_the_tokens_are_refused(values):
+    """Each of the two by itself."""
+    pages = torch.zeros(4, 2, 1, 8)
+    table, lengths = torch.arange(4).reshape(2, 2).int(), torch.tensor([3, 2]).int()
+    cache = attndsl.PagedCache(pages, pages, table, lengths)
+    with pytest.raises(errors.ArgumentError, match=f"from {values[0]} to {values[-1]}, and there"):
+        cache.validate(torch.tensor(values), 2)
