@@ -91,10 +91,9 @@ def test_a_draw_is_the_same_each_time_and_has_all_kinds(project):
 
 
 def test_files_that_mention_a_module_judge_it_first():
-    found = mutate.tests_of("attndsl/runtime/paged.py", mutate.ROOT)
-    assert found.index("tests/behaviours/test_paged_append.py") < found.index(
-        "tests/runtime/test_higher.py"
-    )
+    found = mutate.tests_of("attndsl/runtime/cache.py", mutate.ROOT)
+    assert found[0] == "tests/runtime/test_cache.py"
+    assert found.index("tests/flex/test_cache.py") < found.index("tests/runtime/test_higher.py")
     assert len(found) == len(set(found))
 
 

@@ -46,6 +46,7 @@ TESTS = {
     "attndsl/flex": ("tests/flex", "tests/test_flex.py"),
     "attndsl/frontend": ("tests/frontend", "tests/test_joining.py", "tests/test_cli.py"),
     "attndsl/hf": ("tests/hf",),
+    "attndsl/parallel/sharded": ("tests/parallel/test_context.py", "tests/parallel"),
     "attndsl/parallel": ("tests/parallel", "tests/compat/test_distributed.py"),
     "attndsl/passes/tiles": ("tests/passes/tiles", "tests/fuzz/test_tiles.py",
                              "tests/behaviours/test_sparsity.py"),
