@@ -38,6 +38,7 @@ TIMES = BUILD / "files.jsonl"
 _OF_SERVING = ("tests/behaviours/test_serving.py", "tests/behaviours", "tests/backends/triton")
 TESTS = {
     "attndsl/building": ("tests/building", "tests/runtime/test_bundles.py"),
+    "attndsl/cli/building": ("tests/building",),
     "attndsl/cli": ("tests/cli", "tests/test_cli.py", "tests/test_cli_output.py"),
     "attndsl/comparing.py": ("tests/test_comparing.py", "tests/test_judging.py"),
     "attndsl/compat": ("tests/libraries",),
