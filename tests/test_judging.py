@@ -217,3 +217,20 @@ def test_verify_notices_one_tile(lengths, kind, monkeypatch):
     monkeypatch.setattr(tiles, "find_tiles", wrong)
     with pytest.raises(PlanError, match=r"tile \(2, 1\)"):
         attndsl.verify("q - kv < 9", *lengths, directions=["forward"], **size)
+
+
+def test_products_of_less_precision_may_be_further_off():
+    """Triton's kernels use TF32 where torch is told to, on GPUs."""
+    attention, q = attndsl.compile("causal()"), torch.randn(1, 1, 24, 16)
+    case = Case((q, q, q), {}, {}, grad_out=torch.randn(1, 1, 24, 16))
+    before = torch.get_float32_matmul_precision()
+    found = []
+    try:
+        for precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            found.append(comparing.spreads_of(attention, case, torch.float32))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for name, exact in found[0].items():
+        assert exact.norm() * 100 < found[1][name].norm() < found[2][name].norm(), name
+    assert torch.equal(found[0]["dv"], comparing.spreads_of(attention, case, torch.float32)["dv"])

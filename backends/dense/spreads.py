@@ -30,7 +30,7 @@ import torch
 from attndsl.ir import SCORE, Op, const, node
 from attndsl.passes.differentiate import vjp
 
-from ..base import Backward
+from ..base import Backward, matmul_precision
 from .adjoints import adjoints
 from .interpret import evaluate
 from .pairs import attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 _PAIRS_AT_ONCE = 1 << 20
 """Pairs that are looked at together, with some thirty values for each."""
+_OPERANDS = {"highest": 0.0, "high": 2.0**-11, "medium": 2.0**-8}
+"""Roundings of operands, by how torch multiplies matrices of fp32: none, to TF32, to bf16."""
 _SHIFTS = (-2.0, 2.0)
 """How far raw scores are moved, in their own errors, to see what depends on them."""
 
@@ -60,12 +62,20 @@ class _Precision:
     """To that dtype, of a number that is too small for it."""
     work: float
     """In sums, relative."""
+    operand: float
+    """Of each number that is multiplied, relative; 0 where products take all that is stored."""
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> _Precision:
         stored = torch.finfo(dtype)
         work = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
-        return cls(stored.eps / 2, stored.smallest_normal * stored.eps / 2, work.eps / 2)
+        operand = _OPERANDS[matmul_precision()] if dtype is torch.float32 else 0.0
+        least = stored.smallest_normal * stored.eps / 2
+        return cls(max(stored.eps / 2, operand), least, work.eps / 2, operand)
+
+    def of_product(self, terms: int) -> float:
+        """Square of the error of a sum of products, relative to the sum of their squares."""
+        return self.work**2 * terms + 2 * self.operand**2
 
     def square(self, terms: int) -> float:
         """Of the relative error of a stored value that is a sum of so many terms."""
@@ -171,7 +181,7 @@ class _Pairs:
     def _raw_error(self) -> torch.Tensor:
         call, raw = self.call, self.dense.scope.score
         sums = ungroup(group(call.q.square(), call) @ call.k.square().mT, call) * call.scale**2
-        square = self.precision.work**2 * call.q.shape[3] * sums
+        square = self.precision.of_product(call.q.shape[3]) * sums
         return (square + self.precision.stored_square(raw)).sqrt()
 
     def _moved(self, raw: torch.Tensor) -> Dense:
@@ -237,7 +247,7 @@ class _Gradients:
         rows = group(grad_out, call)
         d_kept = ungroup(rows @ call.v.mT, call)
         sums = ungroup(rows.square() @ call.v.square().mT, call)
-        square = precision.stored_square(d_kept) + precision.work**2 * call.v.shape[3] * sums
+        square = precision.stored_square(d_kept) + precision.of_product(call.v.shape[3]) * sums
         d_square = pairs.kept(square)
         d_weights = d_kept if dense.keep is None else d_kept * dense.keep
         self.sink: torch.Tensor | None = None
