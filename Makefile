@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint docs fuzz bench kernel-diff oldest-triton clean
+.PHONY: help setup demo test test-gpu lint docs fuzz mutate bench kernel-diff oldest-triton clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ docs: $(STAMP) ## Build the documentation site into build/site, with all links c
 
 fuzz: $(STAMP) ## Run random programs, fresh ones until stopped (FUZZ="--count 20000 --processes 2")
 	$(BIN)/python tests/fuzz/run.py $(FUZZ)
+
+mutate: $(STAMP) ## Change the code by small defects and see that tests fail (MUTATE="--part 2/5 --minutes 60")
+	$(BIN)/python tools/mutate.py $(MUTATE)
 
 bench: $(STAMP) ## Measure what this machine can run; results go to benchmarks/results/
 	$(BIN)/python benchmarks/run.py $(BENCH)

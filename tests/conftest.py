@@ -25,7 +25,9 @@ import pytest
 from support.interpreter import hasten
 
 import attndsl
+from attndsl.comparing import Case
 from attndsl.runtime.dispatch import forget_backends
+from attndsl.tolerance import largest_allowed, spreads_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -42,6 +44,10 @@ TRUNCATION = 4.0
 """How much more Triton's interpreter may err in bf16, to which it truncates where GPUs round."""
 FLOOR = 16 * torch.finfo(torch.float32).eps
 """Rounding of fp32 sums, which both may have where the other happens to be exact."""
+
+_BY_ERRORS = 4.0
+"""How many times the mean errors of a row and of all rows stand for a spread. Errors of a row of
+few keys are few errors, which may be small by chance."""
 
 Dense = Callable[[torch.Tensor, SimpleNamespace], Any]
 
@@ -309,8 +315,13 @@ def close(
     out: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     slack: float = 1.0,
+    spread: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Fail unless ``out`` is about as near to ``golden`` as ``ref`` is, ``slack`` times."""
+    """Fail unless ``out`` is about as near to ``golden`` as ``ref`` is, ``slack`` times.
+
+    No element may be further off than rounding explains in its row: ``spread`` is that of
+    :func:`spread_of`. Where the formulas are not those of a program, errors of ``ref`` tell it.
+    """
     assert golden.keys() == ref.keys() == out.keys()
     for name, exact in golden.items():
         assert out[name].shape == exact.shape, name
@@ -334,6 +345,32 @@ def close(
             allowed = slack * RMSE_FACTOR * chance * usual.square().mean().sqrt() + floor
             found = error.square().mean().sqrt()
         assert found <= allowed, f"{name}: error {found:.3e}, allowed {allowed:.3e}"
+        own = _spread_by_errors(usual) if spread is None else spread[name]
+        exact = torch.where(kept, exact, 0.0)
+        rows = name in ("out", "q", "k", "v")
+        largest = largest_allowed(exact, usual.abs(), own, out[name].dtype, rows) + FLOOR
+        share = torch.where(error.isnan(), 0.0, error.abs() / largest)  # NaN of the reference.
+        assert share.max() <= 1, f"{name}: {share.max():.3g} times what rounding does to an element"
+
+
+def _spread_by_errors(errors: torch.Tensor) -> torch.Tensor:
+    """About the spread of each element, from the errors of a result of the same dtype."""
+    squares = torch.where(errors.isfinite(), errors, 0.0).double().square()
+    row = squares.mean(-1, keepdim=True) if squares.dim() else squares
+    return _BY_ERRORS * (row + squares.mean()).sqrt().expand(errors.shape)
+
+
+def spread_of(text: str, inputs: Inputs, dtype: torch.dtype, **declared: Any) -> dict[str, Any]:
+    """The spread of each element of what ``run`` finds of a program in ``dtype``."""
+    attention = attndsl.compile(text, backend="reference", **declared)
+    grad_lse = inputs.grad_lse
+    case = Case(
+        (inputs.q, inputs.k, inputs.v), inputs.captures, inputs.options, tuple(inputs.learned()),
+        grad_out=inputs.grad_out, grad_lse=grad_lse,
+    )  # fmt: skip
+    found = spreads_of(attention, case, dtype)
+    names = {"dq": "q", "dk": "k", "dv": "v"} | {f"d{name}": name for name in inputs.learned()}
+    return {names.get(name, name): value for name, value in found.items()}
 
 
 def number_of(errors: torch.Tensor) -> float:
@@ -360,6 +397,7 @@ class Checker:
     close = staticmethod(close)
     pooled = staticmethod(pooled)
     number_of = staticmethod(number_of)
+    spread_of = staticmethod(spread_of)
 
     def __call__(
         self,
@@ -402,7 +440,9 @@ class Checker:
         ref = run(oracle, inputs.to(dtype))
         if attention is None:
             attention = attndsl.compile(text, backend=place.backend, **declared)
-        close(golden, ref, run(attention, inputs.to(dtype)), dtype, _slack(place, dtype))
+        found = run(attention, inputs.to(dtype))
+        spread = spread_of(text, inputs, dtype, **declared)
+        close(golden, ref, found, dtype, _slack(place, dtype), spread)
 
     def draws(self, place: Place, text: str, several: Sequence[Inputs]) -> None:
         """Compare ``text`` at ``place``, the errors at all of the inputs taken together."""
@@ -414,7 +454,8 @@ class Checker:
             pooled([run(program, one.to(dtype)) for one in several])
             for program in (oracle, attention)
         )
-        close(golden, ref, out, dtype, _slack(place, dtype))
+        spread = pooled([spread_of(text, one, dtype) for one in several])
+        close(golden, ref, out, dtype, _slack(place, dtype), spread)
 
 
 def _slack(place: Place, dtype: torch.dtype) -> float:

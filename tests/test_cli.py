@@ -655,3 +655,10 @@ def test_explain_of_a_gpu_that_is_not_there(attndsl, write, backend):
     asked = "triton" if backend == "auto" else backend
     assert f"backend      none on cuda: the {asked} backend cannot run on cuda:{count}" in out
     assert f"torch sees {count} GPU(s) here" in out
+
+
+def test_rates_count_two_products_of_a_forward_and_five_of_a_backward():
+    shapes = running.Shapes(2, 3, 3, 5, 7, 11, 13, "fp32", "cpu")
+    pairs = 2 * 3 * 5 * 7
+    assert running._flops(shapes, "forward") == 2 * pairs * (11 + 13)
+    assert running._flops(shapes, "backward") == 2 * pairs * (3 * 11 + 2 * 13)

@@ -304,8 +304,8 @@ def test_text_and_html():
     lines = str(found).split("\n")
     assert lines[0] == "cpu on cpu, float32, beside the reference in float64: ok"
     assert lines[1].split() == [
-        "result", "shape", "max", "error", "relative", "reference", "mean", "error", "allowed",
-        "mean", "verdict",
+        "result", "shape", "max", "error", "of", "allowed", "relative", "reference", "mean",
+        "error", "allowed", "mean", "verdict",
     ]  # fmt: skip
     assert len({line.rindex("ok") for line in lines[2:]}) == 1  # Columns stand below each other.
     assert lines[-1].split()[:2] == ["dcap", "0-d"]
@@ -320,6 +320,7 @@ def test_steps_are_told():
     attndsl.compare(attndsl.compile("causal()"), *inputs(torch.bfloat16), progress=told.append)
     assert told == [
         "the call, on cpu", "the reference in float64", "the reference in bfloat16",
+        "what rounding may do",
     ]  # fmt: skip
 
 

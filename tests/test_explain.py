@@ -131,3 +131,8 @@ def test_smaller_tiles_are_advised_in_numbers_that_are_so():
 @pytest.mark.parametrize("text", ["causal()", "mask = kv != q % 2 * 2000", "q - kv < 5000"])
 def test_smaller_tiles_are_not_advised_where_they_leave_out_little(text):
     assert advice(text, 1024) == []
+
+
+def test_what_is_evaluated_is_named():
+    told = attndsl.compile("q * kv % 5 < 3").explain(q_len=64, kv_len=64)
+    assert "'q * kv % 5 < 3' is evaluated in all undecided tiles: comparisons of q and kv" in told

@@ -216,6 +216,33 @@ def test_svg_has_a_score_only_where_the_program_changes_it():
     assert {"score of a raw score of 0", "0", "-31"} <= set(_said(found["score"]))
 
 
+def test_labels_of_the_legend_stand_beside_their_boxes():
+    legend = _panels(_data("causal()", 64, 64, 16, 16))["legend"]
+    boxes = [(float(box.get("x")), float(box.get("width"))) for box in legend.iter(f"{SVG}rect")]
+    labels = [float(label.get("x")) for label in legend.iter(f"{SVG}text")]
+    assert len(boxes) == 4
+    for (start, width), label, (after, _) in zip(
+        boxes, labels, [*boxes[1:], (1e9, 0)], strict=False
+    ):
+        assert start + width < label < after
+
+
+def test_a_narrow_picture_has_room_for_its_legend():
+    root = ET.fromstring(svg(_data("causal()", 999, 1)))
+    legend = _panels(_data("causal()", 999, 1))["legend"]
+    last = max(float(each.get("x")) + 6 * len(each.text) for each in legend.iter(f"{SVG}text"))
+    assert float(root.get("width")) > last
+
+
+def test_tiles_that_bounds_leave_open_are_told_by_their_pairs():
+    """The compiler evaluates such masks, which no interval decides."""
+    data = _data(
+        "(q * kv - kv * q) * (q - kv) + q // 8 * 100 - kv // 8 * 100 >= 0 and q * kv % 2 < 9"
+    )
+    assert torch.equal(data.kinds, _brute(data.mask, 8, 8))
+    assert data.counts["FULL"] > data.counts["PARTIAL"]
+
+
 def test_legend_counts():
     data = _data("causal()", 64, 64, 16, 16)
     assert data.counts == {"FULL": 6, "PARTIAL": 4, "EMPTY": 6}

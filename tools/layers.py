@@ -54,7 +54,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"attention"}),
-    frozenset({"warming", "comparing"}),
+    frozenset({"warming", "comparing", "tolerance"}),
     frozenset({"building"}),
     frozenset({"api"}),
     frozenset({"notebook"}),

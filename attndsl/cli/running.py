@@ -131,7 +131,7 @@ def run(
     case = _case(attention, inputs, captures, {"seed": drawn, **positions}, backward)
     progress = _progress() if sys.stderr.isatty() else None
     with progress or nullcontext():
-        step = _stepper(progress, 2 + 2 * check + backward)
+        step = _stepper(progress, 2 + 3 * check + backward)
         step(f"first call on {chosen.name}")
         found = results(attention, case)
         checks = held_to_reference(attention, case, found, step) if check else ()

@@ -155,7 +155,7 @@ class ReferenceBackend(Backend):
         dense = self._dense(program, call)
         found = adjoints(program, call, dense, backward)
         scope, d_score = dense.scope, found.score
-        sums = _Sums(call, wants, dense.score.dtype)
+        sums = Sums(call, wants, dense.score.dtype)
         for root, seed, within in (
             (program.sink, found.sink, scope),
             (program.weights, found.own, found.final),
@@ -251,7 +251,7 @@ def _ordered(value: torch.Tensor) -> torch.Tensor:
     return found
 
 
-class _Sums:
+class Sums:
     """Gradients of captured tensors and params, added up from all expressions of a program."""
 
     def __init__(self, call: Call, wants: Wants, work: torch.dtype) -> None:
@@ -286,12 +286,16 @@ class _Sums:
     def add_root(self, root: Node, seed: torch.Tensor, scope: Scope) -> None:
         """Add ``seed`` times the derivatives of ``root`` by all that it mentions."""
         for leaf, factor in vjp(root, const(1.0)).items():
-            if leaf.op is Op.LOAD:
-                self.add_tensor(leaf, factor, seed, scope)
-            elif leaf.op is Op.PARAM:
-                self.add_param(str(leaf.value), factor, seed, scope)
-            elif leaf.op is Op.DOT:
-                self.add_product(leaf, factor, seed, scope)
+            self.add_leaf(leaf, factor, seed, scope)
+
+    def add_leaf(self, leaf: Node, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
+        """Add ``seed * factor`` to the gradient of a float leaf, if that is wanted."""
+        if leaf.op is Op.LOAD:
+            self.add_tensor(leaf, factor, seed, scope)
+        elif leaf.op is Op.PARAM:
+            self.add_param(str(leaf.value), factor, seed, scope)
+        elif leaf.op is Op.DOT:
+            self.add_product(leaf, factor, seed, scope)
 
     def add_tensor(self, load: Node, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
         """Add ``seed * factor`` of each pair at the element that ``load`` looks up there."""
@@ -309,12 +313,18 @@ class _Sums:
         if not any(name in self.tensors for name, _ in both):
             return
         (value,) = evaluate((factor,), scope)
-        rows = [rows_at(scope.tensors[name].to(scope.dtype), places) for name, places in both]
+        tensors = [self.rows_of(scope.tensors[name].to(scope.dtype)) for name, _ in both]
+        rows = [rows_at(x, places) for x, (_, places) in zip(tensors, both, strict=True)]
         parts = gradients_of_rows(gated(seed, seed * value), *rows)
         for (name, indices), part in zip(both, parts, strict=True):
             total = self.tensors.get(name)
             if total is not None and total.numel():
                 add_rows(total, indices, part)
+
+    @staticmethod
+    def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+        """Rows of a tensor as the gradient of another's takes them."""
+        return tensor
 
     def add_param(self, name: str, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
         """Add the sum of ``seed * factor`` over all pairs."""

@@ -77,7 +77,8 @@ def compare(check, text, inputs, **declared):
         for name, exact in golden.items():
             torch.testing.assert_close(found[name], exact, atol=1e-10, rtol=1e-10, msg=name)
         return
-    check.close(golden, check.run(oracle, inputs.to(dtype)), found, dtype)
+    spread = check.spread_of(text, inputs, dtype, **declared)
+    check.close(golden, check.run(oracle, inputs.to(dtype)), found, dtype, spread=spread)
 
 
 def leaf(*shape, dtype=torch.float64):
@@ -123,9 +124,11 @@ def test_dtypes(check, name, dtype):
                 check.run(oracle, inputs.to(torch.float64)),
                 check.run(oracle, inputs.to(dtype)),
                 check.run(attention, inputs.to(dtype)),
+                check.spread_of(case[0], inputs, dtype),
             )
         )
-    check.close(*map(check.pooled, zip(*draws, strict=True)), dtype)
+    *three, spread = map(check.pooled, zip(*draws, strict=True))
+    check.close(*three, dtype, spread=spread)
 
 
 @pytest.mark.parametrize("spare", [0, 8, 10**9])
@@ -746,3 +749,15 @@ def test_tiles_of_a_diagonal_share_their_live_pairs(monkeypatch, small_tiles, te
     for one, other in zip(results[:3], results[3:], strict=True):
         for x, y in zip(one, other, strict=True):
             torch.testing.assert_close(x, y)
+
+
+def test_tiles_of_one_call_are_not_kept_for_others():
+    """Those of another mask are wrong for the call that is given them alone."""
+    attention, other = attndsl.compile("q >= kv"), attndsl.compile("q - kv == 1024")
+    q = torch.randn(1, 1, 1536, 8)
+    tiles = other.tiles(1536, 1536)
+    reference = attndsl.compile("q >= kv", backend="reference")(q, q, q)
+    for given in (tiles, None, tiles, None):
+        found = attention(q, q, q, tiles=given)
+        right = torch.allclose(found, reference, atol=1e-5)
+        assert right == (given is None)

@@ -190,9 +190,10 @@ def hold(check, backend, case, runs, device="cpu", q_dtype=torch.float32, sizes=
         # Hopper's backward makes gradients by distance itself, unless it is told to be so.
         if backend != "hopper":
             assert torch.equal(*fixed[0], found[0][0]), case
-        results.append((golden, ref, dict(zip(names, found[0], strict=True))))
+        spread = check.spread_of(text, inputs, q_dtype)
+        results.append((golden, ref, dict(zip(names, found[0], strict=True)), spread))
         numbers += check.number_of(golden["t"] - ref["t"].double())
-    golden, ref, wanted = (
+    golden, ref, wanted, spread = (
         check.pooled([{name: one[name] for name in names} for one in each])
         for each in zip(*results, strict=True)
     )
@@ -201,7 +202,7 @@ def hold(check, backend, case, runs, device="cpu", q_dtype=torch.float32, sizes=
     # A tensor by rows adds up just these (1.25 times the usual error, measured).
     rows = case[0] == "twice"
     slack = (1.5 if rows else 1.25) if q_dtype is torch.bfloat16 else 1.0
-    check.close(golden, ref, wanted, q_dtype, slack)
+    check.close(golden, ref, wanted, q_dtype, slack, spread)
 
 
 @interpreted

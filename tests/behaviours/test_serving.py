@@ -8,6 +8,7 @@ from support.serving import Shape, make_step, one_by_one
 
 import attndsl
 from attndsl import errors
+from attndsl.passes.widths import POSITION_LIMIT
 
 LENGTHS, COUNTS = (7, 1, 13, 5, 9, 2), (1, 1, 6, 0, 3, 2)
 PROGRAMS = {
@@ -331,6 +332,16 @@ REFUSED = [
         errors.ArgumentError,
         "q_index has values",
     ),
+    (
+        lambda a, s, c: a.serve(s.q, c, s.starts, q_index=torch.full((len(s.q),), POSITION_LIMIT)),
+        errors.ArgumentError,
+        "q_index has values",
+    ),
+    (
+        lambda a, s, c: a.serve(s.q, c, s.starts, q_index=torch.full((len(s.q),), -POSITION_LIMIT)),
+        errors.ArgumentError,
+        "q_index has values",
+    ),
     (lambda a, s, c: a.serve(s.q, c, s.starts, most_queries=2), errors.ArgumentError, "has 6 quer"),
     (lambda a, s, c: a.serve(s.q, c, s.starts, most_queries=-1), errors.ArgumentError, "is -1"),
     (lambda a, s, c: a.serve(s.q, c, s.starts, out_dtype="x"), errors.DTypeError, "out_dtype is x"),
@@ -459,3 +470,13 @@ def test_backends_and_checked_mode(backend):
     checked = attndsl.compile("tensor t[3]: float\nscore = score + t[kv]", checked=True)
     with pytest.raises(errors.ArgumentError, match="t"):
         checked.serve(step.q, step.cache, step.starts, t=torch.zeros(3))
+
+
+@pytest.mark.parametrize("values", [[-1, 1, 2], [0, 1, 3]])
+def test_starts_outside_the_tokens_are_refused(values):
+    """Each of the two by itself."""
+    pages = torch.zeros(4, 2, 1, 8)
+    table, lengths = torch.arange(4).reshape(2, 2).int(), torch.tensor([3, 2]).int()
+    cache = attndsl.PagedCache(pages, pages, table, lengths)
+    with pytest.raises(errors.ArgumentError, match=f"from {values[0]} to {values[-1]}, and there"):
+        cache.validate(torch.tensor(values), 2)

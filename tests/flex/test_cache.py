@@ -147,6 +147,15 @@ def test_globals_defaults_and_partials_are_seen(traces, monkeypatch):
     assert values == [(None, None)] * 4 + [(11, 12), (12, 13)]
 
 
+def test_globals_of_functions_within_are_seen(traces, monkeypatch):
+    def window(b, h, q, kv):
+        return (lambda distance: distance < WINDOW)(q - kv)
+
+    for number in (3, 8):
+        monkeypatch.setitem(globals(), "WINDOW", number)
+        assert f"q - kv < {number}" in str(traces.trace(None, window))
+
+
 def test_objects_are_traced_each_time(traces):
     owner = SimpleNamespace(table=torch.ones(H), factor=2.0)
 

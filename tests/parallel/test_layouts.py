@@ -23,6 +23,7 @@ from attndsl.parallel.layouts import (
 from attndsl.parallel.planning import mask_names, sight_key, sight_of, weighed
 from attndsl.parallel.report import report
 from attndsl.parallel.routes import figures_of, groups_for, table_of
+from attndsl.parallel.swaps import _in_blocks, _Swaps, settled
 
 DOCUMENTS = "tensor doc[kv_len]: int\nmask = causal() and doc[q] == doc[kv]"
 SHAPE = Shape(1, 64, 8)
@@ -247,3 +248,27 @@ def test_many_ranks_in_words():
     nothing = demand("kv > q + 100000", length, ranks)
     text = report(layout, [("x", figures_of(layout, nothing, 1, costs_of(Machine(), SHAPE), 0.0))])
     assert "dead ranks   0 1 2" in text
+
+
+@pytest.mark.parametrize(("dear", "swaps"), [(True, False), (False, True)])
+def test_rows_move_if_their_keys_cost_less_than_the_wait(dear, swaps):
+    """One rank has twice the work of another, and each has all the keys that its rows see."""
+    text = "tensor doc[kv_len]: int; doc[q] == doc[kv]"
+    doc = torch.cat([torch.zeros(4096), 1 + torch.arange(4096) // 512]).int()
+    found = demand(text, 8192, 2, doc=doc)
+    key = found.tile * (1e4 if dear else 1e-4)
+    found = replace(found, key=key, weight=3.0)
+    layout = fixed_layout("contiguous", 8192, 2, found.chunk)
+    owner = settled(layout.owner, 2, [found])
+    assert np.array_equal(owner, layout.owner) != swaps
+    assert step_cost(replace(layout, owner=owner), [found]) <= step_cost(layout, [found])
+
+
+def test_swaps_count_as_layouts_are_costed():
+    """Blocks of one chunk cost what the chunks do, of all layers."""
+    found = replace(demand("causal()", 1 << 16, 4), weight=3.0, call=0.0)
+    assert found.each > 1
+    layout = fixed_layout("contiguous", 1 << 16, 4, found.chunk)
+    edges = np.arange(len(layout.owner) + 1)
+    state = _Swaps(layout.owner, 4, edges, [_in_blocks(found, edges)])
+    assert float(state.cost.max()) == pytest.approx(step_cost(layout, [found]))

@@ -100,6 +100,18 @@ def test_nested_branches_not_taken() -> None:
             assert slope == pytest.approx(_differences(root, score, 1.0)[0], rel=1e-5, abs=1e-8)
 
 
+def test_pairs_that_take_none_of_several_branches() -> None:
+    """What both branches share has no derivative at 0, where neither is taken."""
+    root_of = node(Op.SQRT, SCORE)
+    low, high = (node(Op.LT, const(bound), SCORE) for bound in (0.5, 2.0))
+    twice = node(Op.MUL, const(2.0), root_of)
+    other = node(Op.WHERE, low, twice, const(0.0))
+    root = node(Op.WHERE, high, root_of, other)
+    assert _slopes(root, 0.0, 1.0)[0] == 0.0
+    assert _slopes(root, 1.0, 1.0)[0] == pytest.approx(1.0)
+    assert _slopes(root, 4.0, 1.0)[0] == pytest.approx(0.25)
+
+
 def test_factors_of_tensors_and_params() -> None:
     bias = load("bias", DType.FLOAT, ir.var("q"), ir.var("kv"))
     score = node(Op.ADD, node(Op.MUL, GAIN, SCORE), node(Op.MUL, bias, bias))

@@ -180,7 +180,8 @@ def test_kernels(check, name, dim, lengths):
     # Where few elements add up all pairs of a row, the rounding of rowsum(dO * O) shows, as in the
     # kernel of its own: of slopes 2.6 times what that of the operands makes.
     slack = 2.0 if name in ("slopes", "param", "beside columns", "with a sink") else 1.0
-    check.close(golden, ref, found, BF16, slack)
+    spread = check.spread_of(TEXTS[name], inputs, BF16)
+    check.close(golden, ref, found, BF16, slack, spread)
 
 
 @pytest.mark.gpu

@@ -428,7 +428,8 @@ def test_kernels(check, choices, monkeypatch, name, kind, dim, lengths, way):
     # Copies would have no gaps between their rows.
     own = replace(inputs.to(torch.bfloat16), captures={"bias": tensor})
     found = check.run(attndsl.compile(text, backend="hopper"), own)
-    check.close(golden, ref, found, torch.bfloat16)
+    spread = check.spread_of(text, inputs, torch.bfloat16)
+    check.close(golden, ref, found, torch.bfloat16, spread=spread)
     room = (dim, kind, boolean) != (256, "fp32", False)
     tiled = way != "lookups"
     # Both are chosen where the first call begins to compile its backward, and where each runs.

@@ -11,7 +11,11 @@ import attndsl
 from attndsl import errors
 from attndsl.backends.base import Wants
 from attndsl.backends.emit.facts import facts_of, with_gradients
-from attndsl.backends.kernels.arguments import capture_arguments, template_argument
+from attndsl.backends.kernels.arguments import (
+    call_numbers,
+    capture_arguments,
+    template_argument,
+)
 from attndsl.backends.kernels.example import example_call
 
 ATTENTION = attndsl.compile("param w: int\nmask = q - kv < w")
@@ -51,3 +55,15 @@ def test_results_in_fp32():
     own = call._replace(wide=True)
     assert types(own, Wants()) == [wide] * 2 + [half] * 6 + [wide]
     assert types(call, Wants(wide=True)) == [half] * 2 + [wide] * 3 + [half] * 3 + [wide]
+
+
+def test_a_map_of_positions_takes_the_place_of_their_origin():
+    call = example_call(ATTENTION.lowered, 16, 16, torch.float32, {"w": 3})
+    rows, columns = torch.arange(2), torch.arange(3)
+    call = call._replace(q_offset=5, kv_offset=7)
+    assert call_numbers((11, 13), call) == [call.scale, 11, 13, 5, 7]
+    for mapped, found in (
+        (call._replace(q_index=rows), [rows, 7]), (call._replace(kv_index=columns), [5, columns])
+    ):  # fmt: skip
+        numbers = call_numbers((11, 13), mapped)[3:]
+        assert all(one is other for one, other in zip(numbers, found, strict=True))
