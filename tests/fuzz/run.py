@@ -35,12 +35,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ragged", action="store_true", help="lengths of each batch entry")
     parser.add_argument("--serve", action="store_true", help="packed requests over pages")
     parser.add_argument("--graphs", action="store_true", help="calls are graphs of torch.compile")
+    parser.add_argument("--sequences", action="store_true", help="calls of one object, on CPUs")
     parser.add_argument("--operators", action="store_true", help="how often each stands")
     given = parser.parse_args()
-    if given.parts + given.ragged + given.serve + given.graphs > 1:
+    if given.parts + given.ragged + given.serve + (given.graphs or given.sequences) > 1:
         parser.error(
             "--parts, --ragged, --serve and --graphs are different runs: leave one of them"
         )
+    if given.sequences and given.device != "cpu":
+        parser.error("--sequences run on CPUs: leave --device out")
     if "reference" in given.backend.split(",") and {"fp16", "bf16"} & {*given.dtype.split(",")}:
         # Expected results are of scores in fp32.
         parser.error("the reference rounds scores of fp16 and bf16, as eager attention does: "
@@ -87,6 +90,7 @@ def main() -> int:
             given.ragged,
             given.serve,
             given.graphs,
+            given.sequences,
         )
         for backend in backends
         for dtype in given.dtype.split(",")
