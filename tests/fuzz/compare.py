@@ -74,6 +74,10 @@ class Place:
     """Whether each call is a graph of torch.compile."""
     sequences: bool = False
     """Whether a case is several calls of one compiled object."""
+    wrappers: bool = False
+    """Whether it is several calls of functions with other libraries' signatures."""
+    nan: bool = False
+    """Whether rows in no sequence of such a call are NaN."""
 
     @property
     def exact(self) -> bool:

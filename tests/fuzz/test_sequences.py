@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from fuzz import layouts, sequences
+from fuzz import layouts, sequences, wrappers
 from fuzz.campaign import Plan, run, table, try_seed
 from fuzz.compare import Place, Verdict
 from support.fork_server import run_python
@@ -22,9 +22,10 @@ CPU = Place("cpu", sequences=True)
         (CPU, 25),
         (Place("cpu", "bfloat16", sequences=True), 12),
         (Place("reference", sequences=True), 10),
+        (Place("auto", wrappers=True), 12),
         (Place("cpu", graphs=True, sequences=True), 1),
     ],
-    ids=["cpu", "cpu bf16", "reference", "graphs"],
+    ids=["cpu", "cpu bf16", "reference", "wrappers", "graphs"],
 )
 def test_sequences_of_calls(place, count):
     report = run(Plan((place,), count, SEED))
@@ -72,3 +73,16 @@ def test_layouts_cover_the_kinds():
 
 def test_the_same_seed_is_the_same_sequence():
     assert sequences.draw(SEED, CPU) == sequences.draw(SEED, CPU)
+
+
+def test_a_leak_of_rows_in_no_sequence_is_found(monkeypatch):
+    """NaN of rows behind the last sequence, where keys are all that lie in memory."""
+    whole = "flash_attn_func(q_[None], k_[None], v_[None], causal=causal)[0][:n]"
+    monkeypatch.setattr(wrappers, "CALLS", {"func": wrappers.CALLS["func"]})
+    place = Place("auto", wrappers=True, nan=True)
+    assert not run(Plan((place,), 6, SEED)).failures
+    monkeypatch.setattr(wrappers, "CALLS", {"func": whole})
+    failures = run(Plan((place,), 6, SEED)).failures
+    assert len(failures) == 6
+    assert "out[" in failures[0].reproduction
+    assert " is nan" in failures[0].reproduction
