@@ -84,13 +84,18 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 
 def _key_heads(x: torch.Tensor) -> torch.Tensor:
     """The same of keys and values. Of heads that are one expanded head, one."""
-    if x.requires_grad and (x.is_leaf or x.retains_grad):
+    if x.requires_grad and (x.is_leaf or x.retains_grad or _is_expanded(x._base)):
         return _heads(x)  # Each head has a gradient of its own.
     if x.dim() == 5 and x.stride(3) == 0:
         return x[:, :, :, 0]
     if x.dim() == 4 and x.stride(2) == 0:
         return x[:, :, :1]
     return _heads(x)
+
+
+def _is_expanded(base: torch.Tensor | None) -> bool:
+    """Tell if a tensor has elements in one place before anything made a view of it."""
+    return base is not None and 0 in base.stride()
 
 
 def _same_heads(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from support.interpreter import hasten
 
+from . import sequences, wrappers
 from .compare import Outcome, Place, Verdict, judge, reproduction
 from .edges import edged
 from .generate import DEVICE, PIECES, SHARED_KEYS, SMALL, TILED, Scale, generate, ragged
@@ -132,6 +133,12 @@ def case_of(seed: int, place: Place) -> Case:
 
 def try_seed(seed: int, place: Place, shrinking: float = 60.0) -> Found:
     """Run the case of a seed; a failure is made sure of, and shrunk."""
+    if place.wrappers:
+        outcome, told = wrappers.try_seed(seed, place)
+        return Found(seed, place, outcome, frozenset(), told)
+    if place.sequences:
+        drawn, outcome, told = sequences.try_seed(seed, place, shrinking, _CONFIRMING)
+        return Found(seed, place, outcome, operators_of(drawn.steps[0].case), told)
     case = case_of(seed, place)
     outcome = judge(case, place)
     if outcome.verdict is Verdict.WRONG:
@@ -152,6 +159,15 @@ def try_seed(seed: int, place: Place, shrinking: float = 60.0) -> Found:
     told = reproduction(small, place, last)
     found = replace(last, seconds=outcome.seconds)
     return Found(seed, place, found, operators_of(case), told)
+
+
+def _told(seed: int, place: Place, outcome: Outcome) -> str:
+    """The program of what a seed is, as it was drawn."""
+    if place.wrappers:
+        return wrappers.reproduction(wrappers.draw(seed), place, outcome)
+    if place.sequences:
+        return sequences.reproduction(sequences.draw(seed, place), place, outcome)
+    return reproduction(case_of(seed, place), place, outcome)
 
 
 def _poisoned(outcome: Outcome) -> bool:
@@ -264,8 +280,8 @@ class _Worker:
                 return None
             seed, place = self.job
             reason = f"the process ended with {self.process.exitcode}"
-            told = reproduction(case_of(seed, place), place, Outcome(Verdict.CRASHED, reason))
-            found = Found(seed, place, Outcome(Verdict.CRASHED, reason), frozenset(), told)
+            outcome = Outcome(Verdict.CRASHED, reason)
+            found = Found(seed, place, outcome, frozenset(), _told(seed, place, outcome))
         self.job = None
         return found
 

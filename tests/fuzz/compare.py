@@ -72,6 +72,12 @@ class Place:
     """Whether they are packed requests over pages."""
     graphs: bool = False
     """Whether each call is a graph of torch.compile."""
+    sequences: bool = False
+    """Whether a case is several calls of one compiled object."""
+    wrappers: bool = False
+    """Whether it is several calls of functions with other libraries' signatures."""
+    nan: bool = False
+    """Whether rows in no sequence of such a call are NaN."""
 
     @property
     def exact(self) -> bool:
@@ -175,10 +181,10 @@ def judge(case: Case, place: Place, runs: int = _RUNS) -> Outcome:
     except Unfit as reason:
         return Outcome(Verdict.UNFIT, str(reason))
     except AttnDSLError as error:
-        return _refused(error, time.perf_counter() - begin)
+        return refused(error, time.perf_counter() - begin)
     except Exception as error:
         seconds = time.perf_counter() - begin
-        return Outcome(Verdict.CRASHED, _cause(error), traceback.format_exc(), seconds)
+        return Outcome(Verdict.CRASHED, cause_of(error), traceback.format_exc(), seconds)
     seconds = time.perf_counter() - begin
     traits = traits_of(expected.result)
     for name, value in expected.result.values.items():
@@ -192,13 +198,13 @@ def judge(case: Case, place: Place, runs: int = _RUNS) -> Outcome:
         if place.parts and found[name] is not None and value.numel():
             # Gradients of parts are rounded before they are added up.
             allowed = allowed + 8 * torch.finfo(found[name].dtype).eps * value.abs().amax()
-        wrong = _compare(name, value, allowed, found[name])
+        wrong = compared(name, value, allowed, found[name])
         if wrong is not None:
             return Outcome(Verdict.WRONG, f"{name} is wrong", wrong, seconds, traits)
     return Outcome(Verdict.GOOD, "", "", seconds, traits)
 
 
-def _refused(error: AttnDSLError, seconds: float) -> Outcome:
+def refused(error: AttnDSLError, seconds: float) -> Outcome:
     welcome = isinstance(error, UnsupportedError | LimitError)
     welcome |= any(words in error.message for words in _OF_MASKS)
     # A tensor of another size may happen to be as long as a part.
@@ -207,14 +213,14 @@ def _refused(error: AttnDSLError, seconds: float) -> Outcome:
     return Outcome(verdict, f"{type(error).__name__}: {error.message}"[:160], str(error), seconds)
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:160]
 
 
-def _compare(
+def compared(
     name: str, value: torch.Tensor, allowed: torch.Tensor, found: torch.Tensor | None
 ) -> str | None:
     """What is wrong with ``found``, if anything."""

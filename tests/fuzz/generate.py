@@ -75,13 +75,13 @@ def generate(rng: random.Random, scale: Scale = SMALL) -> Case:
     Most programs whose mask or score does nothing, or whose scores are not finite, are drawn again.
     """
     for _ in range(_ATTEMPTS):
-        case = _draw(rng, scale)
-        if rng.random() < _ANY or _useful(case):
+        case = drawn(rng, scale)
+        if rng.random() < _ANY or useful(case):
             break
     return case
 
 
-def _useful(case: Case) -> bool:
+def useful(case: Case) -> bool:
     try:
         result = Oracle(case).run(backward=False)
     except Unfit:
@@ -93,7 +93,7 @@ def _useful(case: Case) -> bool:
     return share == 1 and bool(((result.score - result.raw).abs() > _CHANGED).any())
 
 
-def _draw(rng: random.Random, scale: Scale) -> Case:
+def drawn(rng: random.Random, scale: Scale) -> Case:
     sizes = _sizes(rng, scale)
     draw = Expressions(rng, sizes)
     lines = _lines(rng, draw)
@@ -107,7 +107,7 @@ def _draw(rng: random.Random, scale: Scale) -> Case:
         tensors=tuple(draw.names.tensors),
         functions=tuple(draw.names.functions),
         dims=tuple(draw.names.dims.items()),
-        positions=_positions(rng, sizes),
+        positions=positions(rng, sizes),
         scale=rng.choice((None, None, None, 0.5, 0.3, 1.0, -0.4, 0.0)),
         lse=not own and rng.random() < 0.5,
         dropout=rng.choice((0.0, 0.1, 0.5, 0.9)) if drops else None,
@@ -153,7 +153,7 @@ def _operand(rng: random.Random) -> Values:
                   rng.random() < 0.75)  # fmt: skip
 
 
-def _positions(rng: random.Random, sizes: Sizes) -> Positions:
+def positions(rng: random.Random, sizes: Sizes) -> Positions:
     if rng.random() < 0.55:
         return Positions()
     offsets = (0, 0, 1, 3, 7, 16, -2, -5, 100)

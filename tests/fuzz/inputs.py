@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +79,15 @@ def _there(device: str) -> str:
     return "" if device == "cpu" else f"{device!r}, "
 
 
+def literal(value: object) -> str:
+    """Python for a number, or a list of them."""
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return repr(value) if finite else f"float('{value}')"
+
+
 def _scalar(value: object, dtype: str, device: str) -> str:
     there = "" if device == "cpu" else f", device={device!r}"
-    return f"torch.tensor({value!r}, dtype=torch.{dtype}{there})"
+    return f"torch.tensor({literal(value)}, dtype=torch.{dtype}{there})"
 
 
 def _laid_out(found: str, values: Values, shape: tuple[int, ...], swapped: int) -> str:
@@ -120,9 +127,9 @@ def python_call(case: Case, dtype: str, device: str = "cpu") -> Call:
     kinds = {Kind.INT: "int64", Kind.FLOAT: "float32", Kind.BOOL: "bool"}
     for param in case.params:
         if param.given is Given.BOUND:
-            bound[param.name] = repr(param.value)
+            bound[param.name] = literal(param.value)
         elif param.given is Given.NUMBER:
-            captures[param.name] = repr(param.value)
+            captures[param.name] = literal(param.value)
         elif param.given is not Given.DEFAULT:
             captures[param.name] = _scalar(param.value, kinds[param.kind], device)
             learned += [param.name] * (param.given is Given.LEARNED)

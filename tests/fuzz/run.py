@@ -35,12 +35,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ragged", action="store_true", help="lengths of each batch entry")
     parser.add_argument("--serve", action="store_true", help="packed requests over pages")
     parser.add_argument("--graphs", action="store_true", help="calls are graphs of torch.compile")
+    parser.add_argument("--sequences", action="store_true", help="calls of one object, on CPUs")
+    parser.add_argument("--wrappers", action="store_true", help="flash-attn's, xFormers', torch's")
+    parser.add_argument("--nan", action="store_true", help="NaN behind sequences of --wrappers")
     parser.add_argument("--operators", action="store_true", help="how often each stands")
     given = parser.parse_args()
-    if given.parts + given.ragged + given.serve + given.graphs > 1:
-        parser.error(
-            "--parts, --ragged, --serve and --graphs are different runs: leave one of them"
-        )
+    of_calls = given.graphs or given.sequences
+    if given.parts + given.ragged + given.serve + given.wrappers + of_calls > 1:
+        parser.error("--parts, --ragged, --serve, --wrappers, and --graphs or --sequences are "
+                     "different runs: leave one of them")  # fmt: skip
+    if given.nan and not given.wrappers:
+        parser.error("--nan is for --wrappers: add these, or leave it out")
+    if (given.sequences or given.wrappers) and given.device != "cpu":
+        parser.error("--sequences and --wrappers run on CPUs: leave --device out")
     if "reference" in given.backend.split(",") and {"fp16", "bf16"} & {*given.dtype.split(",")}:
         # Expected results are of scores in fp32.
         parser.error("the reference rounds scores of fp16 and bf16, as eager attention does: "
@@ -87,6 +94,9 @@ def main() -> int:
             given.ragged,
             given.serve,
             given.graphs,
+            given.sequences,
+            given.wrappers,
+            given.nan,
         )
         for backend in backends
         for dtype in given.dtype.split(",")

@@ -257,3 +257,13 @@ def test_what_is_refused(call, error, match):
     with pytest.raises(error, match=match) as caught:
         call()
     assert caught.value.hint
+
+
+def test_views_of_a_leaf_whose_heads_are_in_one_place_have_a_gradient_for_each_head():
+    q, v = (torch.randn(1, 5, 2, 4, dtype=torch.float64) for _ in range(2))
+    leaf = torch.randn(5, 1, 4, dtype=torch.float64).expand(5, 2, 4).detach().requires_grad_()
+    found, wanted = (
+        torch.autograd.grad(compat.memory_efficient_attention(q, k[None], v).sum(), leaf)[0]
+        for k in (leaf, leaf.clone())
+    )
+    torch.testing.assert_close(found, wanted)
