@@ -31,6 +31,7 @@ from attndsl.ir import SCORE, Op, const, node
 from attndsl.passes.differentiate import vjp
 
 from ..base import Backward, matmul_precision
+from ..log_sum import public_lse
 from .adjoints import adjoints
 from .interpret import evaluate
 from .pairs import attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
@@ -142,7 +143,8 @@ class _Pairs:
         self.call = call = _rows_of(whole, rows)
         self.precision = _Precision.of(dtype)
         self.dense = dense_pairs(self.program, call, rows.start)
-        self.out, self.lse = attend_pairs(self.program, call, self.dense)
+        self.out, lse = attend_pairs(self.program, call, self.dense)
+        self.lse = public_lse(lse)
         score = self.dense.score
         self.slopes = evaluate((lowered.derivative.score,), self.dense.scope)[0]
         self.slope_change = torch.zeros_like(self.slopes)
