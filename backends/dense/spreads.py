@@ -143,8 +143,8 @@ class _Pairs:
         self.call = call = _rows_of(whole, rows)
         self.precision = _Precision.of(dtype)
         self.dense = dense_pairs(self.program, call, rows.start)
-        self.out, lse = attend_pairs(self.program, call, self.dense)
-        self.lse = public_lse(lse)
+        self.out, self.log_sum = attend_pairs(self.program, call, self.dense)
+        self.lse = public_lse(self.log_sum)
         score = self.dense.score
         self.slopes = evaluate((lowered.derivative.score,), self.dense.scope)[0]
         self.slope_change = torch.zeros_like(self.slopes)
@@ -243,7 +243,7 @@ class _Gradients:
         call, dense, precision = pairs.call, pairs.dense, pairs.precision
         grad_out = results.grad_out[:, :, pairs.rows]
         grad_lse = None if results.grad_lse is None else results.grad_lse[:, :, pairs.rows]
-        results = Backward(pairs.out, pairs.lse, grad_out, grad_lse, results.wanted)
+        results = Backward(pairs.out, pairs.log_sum, grad_out, grad_lse, results.wanted)
         self.pairs, self.results = pairs, results
         self.found = found = adjoints(pairs.program, call, dense, results)
         rows = group(grad_out, call)
