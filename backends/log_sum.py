@@ -3,7 +3,8 @@
 A tensor (2, batch, heads, rows) has the greatest score of each row, or a number near it, and what
 is to be added for the log-sum-exp. Weights are ``exp(score - lse)``; a score of -1e9 and its row's
 log-sum-exp, -1e9 + log(n), are one number of fp32, so that the weights of such a row would be 1 in
-place of 1 / n. Rows with no live pair have -inf and 0. Users get the sum.
+place of 1 / n: see M38 in docs/measured.md. Rows with no live pair have -inf and 0. Users get the
+sum.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ MASKED = textwrap.dedent(
 def test_an_upgrade_under_a_running_process_leaves_nothing_wrong(tmp_path):
     """The old version forgets masks. Nothing of it lies under the key of the new one."""
     folder = _copied(tmp_path / "site")
-    new = "    written = program = simplify(split_mask(program))\n"
+    new = "    written = program = with_known_signs(simplify(split_mask(program)))\n"
     old = f"    program = replace(program, mask=None)\n{new}"
     path = folder / "attndsl" / "pipeline.py"
     text = path.read_text()

@@ -439,7 +439,7 @@ def test_captures_are_checked_as_in_a_call():
     program = "tensor doc[kv_len]: int\nparam w: int\nq - kv < w + doc[kv]"
     good = torch.zeros(32, dtype=torch.int64)
     _data(program, tensors={"doc": good}, params={"w": 3})
-    with pytest.raises(ArgumentError, match="lacks doc, w"):
+    with pytest.raises(ArgumentError, match="lacks 'doc', 'w'"):
         _data(program)
     with pytest.raises(ShapeError):
         _data(program, tensors={"doc": good[:5]}, params={"w": 3})

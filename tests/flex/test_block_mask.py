@@ -146,7 +146,7 @@ def test_slices_of_a_mask():
     torch.testing.assert_close(found, wanted)
     rows = whole[:, :, 1:2]
     rows.mask_mod = mask_mod
-    with pytest.raises(ShapeError, match=r"lists 1 row\(s\) of blocks, and 20 queries have 3"):
+    with pytest.raises(ShapeError, match=r"lists 1 row of blocks, and 20 queries have 3"):
         flex_attention(q, k, v, block_mask=rows)
     rows.mask_mod, rows.seq_lengths = (lambda b, h, i, j: mask_mod(b, h, i + 8, j)), (8, KV)
     found = flex_attention(q[:, :, 8:16], k, v, block_mask=rows)

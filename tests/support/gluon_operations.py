@@ -170,6 +170,7 @@ class Operations:
             cdiv=lambda size, block: (size + block - 1) // block,
             convert_layout=lambda tile, layout, assert_trivial=False: tile, full=spread,
             fma=lambda x, y, z: x * y + z, zeros_like=torch.zeros_like,
+            cast=lambda x, dtype: torch.as_tensor(x).to(dtype),
             load=self.load, max=lambda tile, axis: tile.amax(axis), maximum=both(torch.maximum),
             min=lambda tile, axis: tile.amin(axis), minimum=both(torch.minimum),
             num_programs=lambda axis: number(self.machine.programs),

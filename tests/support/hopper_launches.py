@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attndsl.backends.kernels.kernel import Task
 
 OTHERS = {
-    "forward": 10, "forward_tangent": 11, "backward_kv": 19, "prepare_backward": 15,
+    "forward": 10, "forward_tangent": 11, "backward_kv": 20, "prepare_backward": 16,
     "dq_from_sums": 8,
 }  # fmt: skip
 """How many run-time arguments kernels have besides descriptors."""

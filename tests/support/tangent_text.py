@@ -155,14 +155,14 @@ def run_tangent(
     own = width != WIDTH or (config.persistent and not run.wide)
     assert bool(number_of(text, "gl.allocate_shared_memory(o_desc.dtype, ...)")) == own
     outs = [torch.full((*q.shape[:3], width), torch.nan, dtype=torch.float16) for _ in range(2)]
-    rows = [torch.full((q.shape[:3].numel(),), torch.nan) for _ in range(2)]
+    rows = [torch.full((parts, q.shape[:3].numel()), torch.nan) for parts in (2, 1)]
     parts = own_tiles(lowered, facts, Task.FORWARD_TANGENT, config).parts
     block = config.block_m // config.consumers
     doc = documents(inputs)[: q.shape[2]]
     arguments = {
         **descriptors(inputs, config, moving),
         "o_desc": Descriptor(outs[0], block), "o_moved_desc": Descriptor(outs[1], block),
-        "LSE": Pointer(rows[0]), "LSE_MOVED": Pointer(rows[1]), "scale": scale,
+        "LSE": Pointer(rows[0].view(-1)), "LSE_MOVED": Pointer(rows[1].view(-1)), "scale": scale,
         **sizes_of(q, k, run), "t_doc": Pointer(doc), "size0_doc": number(len(doc)),
         **lists_of(
             allowed(name, inputs), (config.block_m, config.block_n), cut_is_full=False,
@@ -171,7 +171,7 @@ def run_tangent(
     }  # fmt: skip
     items = -(-q.shape[2] // config.block_m) * q.shape[:2].numel()
     launch(text, kernel, items, arguments, constants, run)
-    lse, lse_moved = (x.view(q.shape[:3]) for x in rows)
+    lse, lse_moved = (x.sum(0).view(q.shape[:3]) for x in rows)
     return outs[0], lse, outs[1], lse_moved
 
 

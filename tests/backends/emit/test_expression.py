@@ -140,7 +140,7 @@ def test_gradient_of_op_matches_reference(op: Op, backend: GeneratedBackend) -> 
     lowered = lower_program(Program(root))
     call = _call()
     out, lse = backend.forward(lowered, call)
-    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse[0])
     results = Backward(out, lse, grad_out, grad_lse, Wants())
     found = backend.backward(lowered, call, results)
     expected = ReferenceBackend().backward(lowered, call, results)

@@ -359,7 +359,7 @@ def test_weights_of_ones_own_are_rounded_early():
 def test_a_backward_reads_outputs_where_they_lie():
     """Rows of a larger output have steps of their own, and their delta is in dQ and dK."""
     whole, grad = torch.empty(2, 4, 640, 64), torch.empty(2, 4, 128, 64)
-    out, lse = whole[:, :, 128:256], torch.empty(2, 4, 128)
+    out, lse = whole[:, :, 128:256], torch.empty(2, 2, 4, 128)
     launched = []
     launch = SimpleNamespace(run=lambda programs, stream, arguments: launched.append(arguments))
     layout = SimpleNamespace(

@@ -205,7 +205,7 @@ def test_tangents_are_launched_with_the_results(functions, monkeypatch, moving):
         assert found is not None
         out, lse, out_moved, lse_moved = found
         assert out.shape == out_moved.shape == call.q.shape
-        assert lse.shape == lse_moved.shape == call.q.shape[:3]
+        assert lse.shape == lse_moved.shape == (2, *call.q.shape[:3])
         assert lse.dtype == lse_moved.dtype == torch.float32
         launched = functions.launched[-1]
         maps = _maps(launched)

@@ -13,6 +13,7 @@ from attndsl.backends.base import Wants
 from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.learned import Learned, Statistics, gradients_of_parts, learned_parts
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.log_sum import of_one_number
 from attndsl.runtime.programs import default_cache
 
 GAIN = "tensor gain[heads]: float; mask = causal(); score = gain[h] * score"
@@ -169,7 +170,7 @@ def test_gradients_from_sums_are_those_of_the_reference(name):
     found, of_params = gradients_of_parts(
         lowered, call, learned, wants,
         Statistics(
-            lse, delta, dlse, factors if learned.factor else None,
+            of_one_number(lse), delta, dlse, factors if learned.factor else None,
             columns if learned.column else None,
         ),
     )  # fmt: skip

@@ -104,8 +104,8 @@ def run(text: str, tensors: dict[str, torch.Tensor], names: str, sizes: Sizes, *
     shares = shares_of(lowered, call, Wants(tensors=frozenset(names)))
     assert frozenset().union(*(own.tensors for own in shares.stored)) == frozenset(names)
     backend = triton_backend(default_cache())
-    lse = torch.zeros(q.shape[:3])
-    again = BackwardState(lowered, call, lse, lse, q, backend._layout)
+    lse = torch.zeros(2, *q.shape[:3])
+    again = BackwardState(lowered, call, lse, lse[0], q, backend._layout)
     found = run_extra(again, shares, Gradients(None, None, None, stored_ds=slopes))
     assert found.stored_ds is None
     return found.tensors
