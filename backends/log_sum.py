@@ -1,10 +1,10 @@
 """Log-sum-exps of rows in two parts: what forwards leave for backwards.
 
-A tensor (2, batch, heads, rows) has the greatest score of each row, or a number near it, and what
-is to be added for the log-sum-exp. Weights are ``exp(score - lse)``; a score of -1e9 and its row's
-log-sum-exp, -1e9 + log(n), are one number of fp32, so that the weights of such a row would be 1 in
-place of 1 / n: see M38 in docs/measured.md. Rows with no live pair have -inf and 0. Users get the
-sum.
+A tensor (2, batch, heads, rows) has the log-sum-exp of each row and 0; or of rows that are FAR from
+0, the greatest score and what is to be added. Weights are ``exp(score - lse)``; a score of -1e9 and
+its row's log-sum-exp, -1e9 + log(n), are one number of fp32, so that the weights of such a row would
+be 1 in place of 1 / n: see M38 in docs/measured.md. Rows with no live pair have -inf and 0. Users
+get the sum.
 """
 
 from __future__ import annotations
@@ -59,6 +59,16 @@ class LogSum(NamedTuple):
 def log_sum(lse: torch.Tensor) -> LogSum:
     """The parts of ``lse`` (2, ...), each with a last dim of 1 more."""
     return LogSum(*lse.unsqueeze(-1))
+
+
+def settled(lse: torch.Tensor) -> torch.Tensor:
+    """``lse`` (2, ...) with the whole in one part where that is exact enough.
+
+    So a backward from a log-sum-exp that a user gives has the bits of one from what forwards leave.
+    """
+    whole = public_lse(lse)
+    near = whole.abs() <= FAR
+    return torch.stack((torch.where(near, whole, lse[0]), torch.where(near, 0.0, lse[1])))
 
 
 def of_one_number(lse: torch.Tensor) -> torch.Tensor:

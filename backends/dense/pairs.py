@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..log_sum import of_one_number
+from ..log_sum import of_one_number, settled
 from .draws import kept_pairs
 from .interpret import Scope, evaluate, scope_of
 from .philox import keep_factor
@@ -140,7 +140,7 @@ def softmax(program: Program, dense: Dense) -> tuple[torch.Tensor, torch.Tensor]
         total = total + torch.exp(torch.where(dead, -torch.inf, sink - shift))
     total = torch.where(dead, 1.0, total)
     lse = torch.stack((torch.where(dead, -torch.inf, shift), torch.log(total)))
-    return powers / total, lse.squeeze(-1)
+    return powers / total, settled(lse.squeeze(-1))
 
 
 def own_weights(root: Node, dense: Dense) -> torch.Tensor:

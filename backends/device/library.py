@@ -9,6 +9,7 @@ import triton.language as tl
 
 from attndsl.backends.device.records import Head, LogSum, Operands, Rows, Shift
 
+from ..log_sum import FAR
 from .trigonometry import cos as cos
 from .trigonometry import cos_cody_waite as cos_cody_waite
 from .trigonometry import sin as sin
@@ -18,6 +19,7 @@ from .trigonometry import tan_cody_waite as tan_cody_waite
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MARK = tl.constexpr(4096.0)
+NEAR = tl.constexpr(FAR)
 TOO_FAR = tl.constexpr(2.0**23)
 STATISTICS_PADDING = tl.constexpr(128)
 
@@ -108,9 +110,11 @@ def plane_of(sizes):
 
 @triton.jit
 def store_log_sum(LSE, line, lse, sizes, exist):
-    """Store the ``LogSum`` of rows at ``line`` of (batch, heads, q_len)."""
-    tl.store(LSE + line, lse.shift, mask=exist)
-    tl.store(LSE + plane_of(sizes) + line, lse.rest, mask=exist)
+    """Store the ``LogSum`` of rows at ``line`` of (batch, heads, q_len); near 0, as one number."""
+    whole = lse.shift + lse.rest
+    near = tl.abs(whole) <= NEAR
+    tl.store(LSE + line, tl.where(near, whole, lse.shift), mask=exist)
+    tl.store(LSE + plane_of(sizes) + line, tl.where(near, 0.0, lse.rest), mask=exist)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ import torch
 
 from ..base import Backend
 from ..dense.reference import check_meaning
-from ..log_sum import LogSum, is_far
+from ..log_sum import LogSum, is_far, settled
 from ..memory_order import empty_like, wide_dtype
 from .backward import StepGradients
 from .merging import merge_
@@ -167,7 +167,7 @@ def _forward(
             place.store(of_all, own_part)
     if not written_at_once:
         out.copy_(rows.view(out.shape))
-    return out, lse
+    return out, settled(lse)
 
 
 class _Rows:

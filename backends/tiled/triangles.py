@@ -27,7 +27,7 @@ import torch
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
-from ..log_sum import LogSum, of_one_number, public_lse
+from ..log_sum import LogSum, of_one_number, public_lse, settled
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from . import plan
 from .by_numbers import boundary, bounds_of
@@ -207,7 +207,7 @@ def attend(call: Call, triangle: Triangle) -> tuple[torch.Tensor, torch.Tensor] 
                 x.copy_(own)
     if not at_once:
         out.copy_(result.view(out.shape))
-    return out, lse_of_all
+    return out, settled(lse_of_all)
 
 
 def gradients(call: Call, backward: Backward, triangle: Triangle) -> Gradients | None:

@@ -1,5 +1,7 @@
 """Calls that look at values of a paged cache, by device and settings."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -35,10 +37,9 @@ def plan():
 def as_on_a_gpu(monkeypatch):
     """Calls ask what they would ask of a cache on a GPU."""
     looks = paged.looks_at_values
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda"))
     for module in ("runtime.paged", "serving"):
-        monkeypatch.setattr(
-            f"attndsl.{module}.looks_at_values", lambda device: looks(torch.device("cuda"))
-        )
+        monkeypatch.setattr(f"attndsl.{module}.looks_at_values", lambda tensor: looks(on_a_gpu))
 
 
 @pytest.mark.parametrize("call", [append, serve, plan])

@@ -270,11 +270,16 @@ def peaks_of(row_max, factor):
 
 @gluon.jit
 def store_lse(pointer, row, lse, numbers, sizes):
-    """Store the ``LogSum`` of a head's rows, the first of which is number ``row`` of all."""
+    """Store the ``LogSum`` of a head's rows, the first of which is number ``row`` of all.
+
+    Near 0 it is one number.
+    """
     inside = numbers < sizes.q_len
+    whole = lse.shift + lse.rest
+    near = gl.abs(whole) <= FAR
     rests = (gl.to_tensor(sizes.batch) * sizes.heads).to(gl.int64) * sizes.q_len
-    gl.store(pointer + row + numbers, lse.shift, mask=inside)
-    gl.store(pointer + rests + row + numbers, lse.rest, mask=inside)
+    gl.store(pointer + row + numbers, gl.where(near, whole, lse.shift), mask=inside)
+    gl.store(pointer + rests + row + numbers, gl.where(near, 0.0, lse.rest), mask=inside)
 
 
 @gluon.jit
