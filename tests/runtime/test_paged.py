@@ -39,7 +39,8 @@ def as_on_a_gpu(monkeypatch):
     looks = paged.looks_at_values
     on_a_gpu = SimpleNamespace(device=torch.device("cuda"))
     for module in ("runtime.paged", "serving"):
-        monkeypatch.setattr(f"attndsl.{module}.looks_at_values", lambda tensor: looks(on_a_gpu))
+        monkeypatch.setattr("attndsl.runtime.values._is_wrapped", lambda tensor: False)
+    monkeypatch.setattr(f"attndsl.{module}.looks_at_values", lambda tensor: looks(on_a_gpu))
 
 
 @pytest.mark.parametrize("call", [append, serve, plan])

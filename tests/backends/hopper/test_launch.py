@@ -218,8 +218,7 @@ def test_tangents_are_launched_with_the_results(functions, monkeypatch, moving):
             assert (address == rows[name].data_ptr()) == (name == "q" and "q" in moving)
         assert [each[1] for each in maps[7:]] == [out_moved.data_ptr()]
         assert str(lse.data_ptr()) in str(plain(launched))
-        numbers = (lse_moved.data_ptr(), 0.125, 2, 4, 2, 40, 50, 0, 0, 2)
-        assert str(numbers)[1:-1] in str(plain(launched))
+        assert "0.125, 2, 4, 2, 40, 50, 0, 0, 2" in str(plain(launched))
     assert built == [Task.FORWARD_TANGENT]
     fields = {"gain": torch.ones(2)}
     assert backend.forward_with_tangents(LOWERED, call, replace(moved, captures=fields)) is None
