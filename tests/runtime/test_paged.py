@@ -38,9 +38,9 @@ def as_on_a_gpu(monkeypatch):
     """Calls ask what they would ask of a cache on a GPU."""
     looks = paged.looks_at_values
     on_a_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(paged, "has_values", lambda tensor: True)
     for module in ("runtime.paged", "serving"):
-        monkeypatch.setattr("attndsl.runtime.values._is_wrapped", lambda tensor: False)
-    monkeypatch.setattr(f"attndsl.{module}.looks_at_values", lambda tensor: looks(on_a_gpu))
+        monkeypatch.setattr(f"attndsl.{module}.looks_at_values", lambda tensor: looks(on_a_gpu))
 
 
 @pytest.mark.parametrize("call", [append, serve, plan])
