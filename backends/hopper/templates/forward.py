@@ -223,8 +223,8 @@ def consume_work(
         total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, SCORES))
         if FIXED_MAX:
             # NaN does not fit either.
-            near = gl.abs(peaks_of(row_max, factor_of_final(factors))) <= FAR
-            fits = near & (total >= LEAST_TOTAL) & (total <= MOST_TOTAL)
+            is_near = gl.abs(peaks_of(row_max, factor_of_final(factors))) <= FAR
+            fits = is_near & (total >= LEAST_TOTAL) & (total <= MOST_TOTAL)
             fits = (numbers >= sizes.q_len) | fits
             lost = uses_fixed_max & (gl.min(fits.to(gl.int32), 0) == 0)
             place = memory.overflowed.index((work_index & 1) * CONSUMERS + PART)

@@ -276,10 +276,10 @@ def store_lse(pointer, row, lse, numbers, sizes):
     """
     inside = numbers < sizes.q_len
     whole = lse.shift + lse.rest
-    near = gl.abs(whole) <= FAR
+    is_one_number = gl.abs(whole) <= FAR
     rests = (gl.to_tensor(sizes.batch) * sizes.heads).to(gl.int64) * sizes.q_len
-    gl.store(pointer + row + numbers, gl.where(near, whole, lse.shift), mask=inside)
-    gl.store(pointer + rests + row + numbers, gl.where(near, 0.0, lse.rest), mask=inside)
+    gl.store(pointer + row + numbers, gl.where(is_one_number, whole, lse.shift), mask=inside)
+    gl.store(pointer + rests + row + numbers, gl.where(is_one_number, 0.0, lse.rest), mask=inside)
 
 
 @gluon.jit
