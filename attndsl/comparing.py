@@ -73,7 +73,7 @@ class Check:
     """Of ``mean_error``: a factor times ``reference_error``, and some roundings."""
     ok: bool
     note: str = ""
-    """What is wrong with single elements, in words."""
+    """Complaints about single elements, in words."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -488,7 +488,7 @@ class _Held(NamedTuple):
     """By the reference in the same dtype."""
     exact: torch.Tensor
     rounding: torch.Tensor | None
-    """What a rounding of the output does to it."""
+    """The effect of rounding the output."""
     spread: torch.Tensor
 
 

@@ -74,11 +74,11 @@ def _within(folder: str, others: set[str]) -> Iterator[_Stamp]:
 
 _ROOTS = _roots()
 _IMPORTED = _stamps(_ROOTS)
-"""As they were when this process first imported the package."""
+"""The files when this process first imported the package."""
 
 
 def sources_changed() -> bool:
-    """Whether the files are no longer what this process has imported, or cannot be looked at."""
+    """Tell whether the files differ from what this process has imported, or cannot be seen."""
     return _IMPORTED is None or _stamps(_ROOTS) != _IMPORTED
 
 

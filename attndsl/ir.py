@@ -372,7 +372,7 @@ def dependencies(*roots: Node) -> dict[Node, frozenset[str]]:
 
 
 def bounds_keys(mask: Node | None) -> bool:
-    """Whether a condition of ``mask`` compares ``kv`` with ints that something else looks up.
+    """Tell whether a condition of ``mask`` compares ``kv`` with ints that something else looks up.
 
     Such are ``kv < lengths[b]`` and ``first[q] <= kv``: bounds of sequences that lie in a row of
     keys.
@@ -426,7 +426,7 @@ class ParamDecl:
     optional: bool = field(default=False, compare=False)
     """Whether calls may leave it out. They are calls of another program then, without it."""
     default_key: object = field(init=False, repr=False)
-    """As which declarations with this default are equal."""
+    """The key under which declarations of equal defaults meet."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "default_key", number_key(self.default))
@@ -497,7 +497,7 @@ class Program:
     products: tuple[Node, ...] = field(init=False, compare=False, repr=False)
     """All ``DOT``, found once: graphs of torch.compile guard each node that a trace meets."""
     bounded: bool = field(init=False, compare=False, repr=False)
-    """Whether tensors bound which keys a row sees, as :func:`bounds_keys` says, found once. What is
+    """True if tensors bound which keys a row sees, as :func:`bounds_keys` says, found once. What is
     not finite then stays with the pairs that take part."""
 
     def __post_init__(self) -> None:

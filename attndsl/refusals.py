@@ -1,4 +1,4 @@
-"""What is wrong with the types of a call that could not even be looked up."""
+"""Errors for calls with arguments of such types that they could not even be looked up."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What an entry is, in words; empty where it does not say."""
+    """A description of an entry, in words; empty where it does not say."""
 
     text: str = ""
     """The program, in one line."""
@@ -23,12 +23,12 @@ class About:
     target: str = ""
     """The architecture, such as ``cuda:90``."""
     dtype: str = ""
-    """Of q, k and v."""
+    """The dtype of q, k and v."""
     head_dim: int = 0
     value_dim: int = 0
 
     def to_json(self) -> dict[str, str | int]:
-        """What an entry's description holds."""
+        """The JSON values of the description."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
@@ -44,7 +44,7 @@ class Entry:
 
 
 class Store(Protocol):
-    """Where generated kernels are kept; the runtime implements it and passes it to backends."""
+    """A place that keeps generated kernels; the runtime implements it and passes it to backends."""
 
     def load(self, key: str) -> Entry | None:
         """The entry of ``key`` (a hex digest), or None."""

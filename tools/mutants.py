@@ -39,11 +39,11 @@ class Mutant:
     """One change of one file."""
 
     path: str
-    """Of the file, from the root."""
+    """The path of the file, from the root."""
     line: int
     kind: str
     start: int
-    """Where the changed part begins, in bytes; it ends before ``end``."""
+    """The start of the changed part, in bytes; it ends before ``end``."""
     end: int
     new: str
 

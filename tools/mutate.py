@@ -84,7 +84,7 @@ USUAL = 15.0
 PATIENCE = 900.0
 """Seconds after which tests hang."""
 OUTCOMES = {"failed": "killed", "passed": "survived"}
-"""What it means for a mutant how its tests end."""
+"""The verdict on a mutant, by how its tests end."""
 KILLED = ("killed", "hangs")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
@@ -162,7 +162,7 @@ class Run:
         self.end = time.monotonic() + 60 * arguments.minutes if arguments.minutes else None
         self.copy = Copy(f"tree-{part}-of-{parts}")
         self.known: dict[str, bool] = {}
-        """Whether files of tests that a mutant has failed pass without a change."""
+        """True if files of tests that a mutant has failed pass without a change."""
 
     def go(self) -> None:
         """Judge all mutants that the record does not have."""
@@ -214,7 +214,7 @@ class Run:
         return chosen
 
     def passes(self, file: str) -> bool:
-        """Whether a file of tests that has failed passes without a change."""
+        """Tell whether a file of tests that has failed passes without a change."""
         if file not in self.known:
             outcome, said = self.copy.test([file], PATIENCE)
             self.known[file] = outcome == "passed"

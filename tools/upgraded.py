@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("attndsl", "backends", "grammar")
 _BLOCK = re.compile(r"^( *)```(attn|python|pycon)\b[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _SPEAKS = re.compile(r"\b(q|kv|score)\b|^\s*(mask|score|sink|weights)\s*=|\b\w+\(", re.MULTILINE)
-"""What a text has that is a program, rather than words with a sign between them."""
+"""The mark of a program, which words with a sign between them lack."""
 _RECORDS = ("benchmarks/results/",)
 
 
@@ -187,7 +187,7 @@ def _lay_out(commit: str, folder: Path, parts: tuple[str, ...]) -> None:
 
 
 def _digests(package: Path, texts: Iterable[str]) -> list[dict[str, Any]]:
-    """What the package in a folder makes of texts, in a process of its own."""
+    """Results of the package in a folder for texts, from a process of its own."""
     told = subprocess.run(
         [sys.executable, "-P", __file__, ".", "--digests"], input=json.dumps([*texts]),
         env=os.environ | {"PYTHONPATH": str(package)}, check=True, capture_output=True, text=True,

@@ -58,11 +58,11 @@ def format_files(arguments: Sequence[str], check: bool, diff: bool) -> int:
 
 
 class Change(NamedTuple):
-    """What a file is to hold."""
+    """A file, its present text and the new one."""
 
     file: str
     source: Source
-    """What it holds."""
+    """The present text."""
     text: str
 
 

@@ -32,7 +32,7 @@ _OTHERS = {
     ".md": "Markdown", ".markdown": "Markdown", ".rst": "reStructuredText", ".html": "HTML",
     ".ipynb": "a notebook", ".py": "Python",
 }  # fmt: skip
-"""What files hold whose suffix is never a program's."""
+"""The kinds of files whose suffix is never a program's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _PLAIN = re.compile(r"[^'\n]*")
 """A text that may stand in single quotes as it is."""
 Edit = tuple[int, str]
-"""Where, and what to put in."""
+"""A place, and the text to put in there."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ def _real(name: str) -> str:
 
 
 def _has_programs(name: str) -> bool:
-    """Whether a file that a folder has, and nobody has named, is a configuration with programs."""
+    """Tell whether a file, of a folder and named by nobody, is a configuration with programs."""
     if not is_config(name):
         return False
     try:
@@ -184,7 +184,7 @@ def _edited(text: str, edits: Iterable[Edit]) -> str:
 
 
 def _holds(file: _File, text: str) -> bool:
-    """Whether a configuration with a new text holds its programs, as they are meant."""
+    """Tell whether a configuration with a new text holds its programs, as they are meant."""
     assert file.found is not None
     after = programs_in(text, os.path.abspath(file.name))
     held = [(x.name, x.source.text) for x in after.programs]

@@ -98,7 +98,7 @@ class _Protocol(LanguageServerProtocol):
     """The protocol of pygls, which answers requests that it cannot read."""
 
     def structure_message(self, data: dict[str, Any]) -> Any:
-        """What a message says; whoever asked is told where it says nothing."""
+        """The content of a message; whoever asked is told where it has none."""
         try:
             return super().structure_message(data)
         except JsonRpcException as error:

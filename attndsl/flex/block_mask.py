@@ -260,7 +260,7 @@ def _create(
 
 
 def _may_search(device: torch.device, captures: Iterable[Any]) -> bool:
-    """Whether blocks may be found by looking at values, of captures and of what is made of them."""
+    """Tell whether values, of captures and of what is made of them, may be looked at for blocks."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
     made = torch.empty(0, device=device)

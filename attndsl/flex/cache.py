@@ -145,7 +145,7 @@ def default_traces() -> TraceCache:
 
 
 def _makes_otherwise() -> bool:
-    """Whether tensors that a function makes now, as ``torch.tensor(0.1)``, may serve no other time.
+    """Tell whether tensors that a function makes, as ``torch.tensor(0.1)``, may serve only now.
 
     Modes and settings choose their dtype and device, and wrap them in what is over with the mode.
     """

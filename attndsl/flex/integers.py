@@ -25,7 +25,7 @@ RANGES: dict[torch.dtype, Range] = {
     torch.int16: (-(1 << 15), (1 << 15) - 1),
     torch.int32: (-(1 << 31), (1 << 31) - 1),
 }
-"""Of dtypes that are narrower than the language's ints."""
+"""Bounds of dtypes that are narrower than the language's ints."""
 
 
 def joined(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:

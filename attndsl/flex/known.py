@@ -1,4 +1,4 @@
-"""What a traced function may use, if its trace is to serve later calls too.
+"""Names that a traced function may use, if its trace is to serve later calls too.
 
 Such a trace is right as long as all that the function reads is compared (:mod:`.closures`). These
 are lists of names, objects and types of which that is so: what they give depends on their operands
@@ -86,12 +86,12 @@ _UNSEEN = frozenset(
 
 
 def is_unchanging(value: object) -> bool:
-    """Whether ``value`` is a library's function, type or module of those that are known."""
+    """Tell whether ``value`` is a library's function, type or module of those that are known."""
     return id(value) in _UNCHANGING
 
 
 def is_of_library(function: types.FunctionType) -> bool:
-    """Whether ``function`` says that it is of a library, whose globals are not the user's."""
+    """Tell whether ``function`` says that it is of a library, whose globals are not the user's."""
     return (function.__module__ or "").partition(".")[0] in _ROOTS
 
 

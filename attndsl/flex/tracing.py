@@ -57,7 +57,7 @@ class Trace:
     numbers: Mapping[str, int] = field(default_factory=dict, repr=False)
     """Params that were numbers: their places in what the functions reach."""
     makes: bool = field(default=False, repr=False)
-    """Whether the functions make tensors of numbers, which depends on torch's settings."""
+    """True if the functions make tensors of numbers, which depends on torch's settings."""
 
     def __str__(self) -> str:
         return self.text

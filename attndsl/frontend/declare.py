@@ -40,7 +40,7 @@ class Bound:
     span: Span | None = field(default=None, compare=False)
     """Where a file says so."""
     key: object = field(init=False, repr=False)
-    """As which values are equal."""
+    """The key under which equal values meet."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", number_key(self.value))

@@ -56,7 +56,7 @@ class Scope:
     lines: Mapping[str, Span]
     """Where each local name stands in the text, those of later lines too."""
     wanted: Wanted
-    """What undeclared names are used as."""
+    """Uses of undeclared names."""
     score: Node | None = ir.SCORE
     """The score so far."""
     defining: str | None = None

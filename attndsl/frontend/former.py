@@ -110,7 +110,7 @@ def modern(tree: s.Tree) -> tuple[s.Tree, list[TypeMismatchError]]:
 
 
 def insertions(statement: s.Statement, calls: Collection[s.FunctionCall]) -> list[Insertion]:
-    """What makes calls of 0.1 in ``statement`` calls of today."""
+    """The insertions that make calls of 0.1 in ``statement`` calls of today."""
     ends = {id(x) for root in s.expressions(statement) for x in _ends(root)}
     found = []
     for call in calls:
@@ -142,7 +142,7 @@ def inserted(text: str, found: Iterable[Insertion], start: int = 0) -> str:
 
 
 def hides_score(statement: s.Statement) -> bool:
-    """Whether a statement is a function whose parameter hides the score."""
+    """Tell whether a statement is a function whose parameter hides the score."""
     return isinstance(statement, s.Define) and any(
         parameter.name == _SCORE for parameter in statement.parameters
     )
@@ -154,7 +154,7 @@ def _calls(statement: s.Statement) -> Iterator[s.FunctionCall]:
 
 
 def _lacks_score(call: s.FunctionCall) -> bool:
-    """Whether a limit has its limit alone."""
+    """Tell whether a limit has its limit alone."""
     named = [x.name.name for x in call.keywords]
     return len(call.args) + len(named) == 1 and named in ([], ["c"])
 

@@ -39,7 +39,7 @@ Types = dict[str, DType | None]
 
 
 class Wanted:
-    """What the undeclared names of a program are used as, read when somebody first asks."""
+    """Uses of the undeclared names of a program, read when somebody first asks."""
 
     def __init__(self, statements: Sequence[s.Statement], declared: Mapping[str, Declared]) -> None:
         self._statements = statements

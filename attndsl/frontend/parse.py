@@ -275,7 +275,7 @@ class _Builder:
 
 
 def _next(text: str, bracket: str, at: int) -> int:
-    """Where ``bracket`` stands first from ``at`` on, outside of comments."""
+    """The first place of ``bracket`` from ``at`` on, outside of comments."""
     found = text.find(bracket, at)
     while (comment := text.find("#", at, found)) >= 0:
         at = text.find("\n", comment)
@@ -284,7 +284,7 @@ def _next(text: str, bracket: str, at: int) -> int:
 
 
 def _last(text: str, bracket: str, at: int) -> int:
-    """Where ``bracket`` stands last before ``at``, outside of comments."""
+    """The last place of ``bracket`` before ``at``, outside of comments."""
     found = text.rfind(bracket, 0, at)
     while (comment := text.find("#", text.rfind("\n", 0, found) + 1, found)) >= 0:
         found = text.rfind(bracket, 0, comment)

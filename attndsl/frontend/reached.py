@@ -1,4 +1,4 @@
-"""What the statements of a program read, by way of its local names and functions too.
+"""Names that the statements of a program read, by way of its local names and functions too.
 
 Non-goals: values that make no difference; what functions make of their arguments.
 """
@@ -10,7 +10,7 @@ from .reserved import TARGETS
 
 
 def is_target(statement: s.Statement) -> bool:
-    """Whether a statement gives the program something, such as its mask."""
+    """Tell whether a statement gives the program something, such as its mask."""
     named = isinstance(statement, s.Assign) and statement.name.name in TARGETS
     return named or isinstance(statement, s.Bare)
 

@@ -41,7 +41,7 @@ def meant(name: str, names: Iterable[str]) -> str | None:
 
 
 def _is_slip(a: str, b: str) -> bool:
-    """Whether one letter is wrong, missing or too many, or two letters have changed places."""
+    """Tell whether one letter is wrong, missing or too many, or two letters have changed places."""
     if abs(len(a) - len(b)) > 1:
         return False
     start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)

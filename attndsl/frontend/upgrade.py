@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Upgrade(NamedTuple):
-    """What makes a program one of today."""
+    """The insertions that make a program one of today."""
 
     insertions: tuple[Insertion, ...]
     """In its own text and in those of files that it imports."""
@@ -32,7 +32,7 @@ class Upgrade(NamedTuple):
 
 
 def upgrade_of(source: Source) -> Upgrade:
-    """What makes the program of ``source`` one of today.
+    """The insertions that make the program of ``source`` one of today.
 
     Raises:
         AttnDSLError: It does not parse, or some call of it may be of either version.

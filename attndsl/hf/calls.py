@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 
 def runs_eager_alone(module: torch.nn.Module) -> bool:
-    """Whether transformers allows the model of an attention eager attention alone.
+    """Tell whether transformers allows the model of an attention eager attention alone.
 
     Models say it on their classes, which stand in the file of their attentions.
     """

@@ -52,7 +52,7 @@ class Mask:
     attention: Attention | None
     """The composed program; None within graphs."""
     function: Callable[..., Any]
-    """Of (b, h, q, kv), at positions."""
+    """The mask at positions (b, h, q, kv)."""
     captures: Mapping[str, Any] = field(default_factory=dict)
     q_offset: Offset = 0
     kv_offset: Offset = 0

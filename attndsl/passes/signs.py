@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_FACTS = 64
 _MOST_TERMS = 64
-"""Of a sum. Shared sums of shared sums may have more than anybody could write down."""
+"""The most terms of a sum: shared sums of shared sums may have more than anybody writes."""
 _Sum = dict[Node | None, int]
 """Multiples of positions and sizes, and under None a number."""
 
@@ -79,7 +79,7 @@ def _facts(mask: Node) -> Iterator[_Sum]:
 
 
 def _plain(item: Node, facts: list[_Sum]) -> Node | None:
-    """What ``item``, an absolute value, is without its ``abs``; None where nothing tells."""
+    """``item``, an absolute value, without its ``abs``; None where nothing tells."""
     (inside,) = item.args
     whole = inside.args[0] if inside.op is Op.CAST else inside
     found = _sum_of(whole) if whole.dtype is DType.INT else None
@@ -99,7 +99,7 @@ def _plain(item: Node, facts: list[_Sum]) -> Node | None:
 
 
 def _exceeds(found: _Sum, fact: _Sum) -> bool:
-    """Whether ``found`` is ``fact`` and a number that is not negative."""
+    """Tell whether ``found`` is ``fact`` and a number that is not negative."""
     rest = _difference(found, fact)
     return rest.pop(None, 0) >= 0 and not any(rest.values())
 

@@ -130,7 +130,7 @@ def _split(
     parts: Mapping[Node, tuple[Node | None, Node | None]],
     of_rows: Set[Node],
 ) -> tuple[Node | None, Node | None]:
-    """What is left of a sum without the part of rows, and that part; None for zeros."""
+    """The rest of a sum without the part of rows, and that part; None for zeros."""
     operands = [parts.get(arg, (arg, None)) for arg in item.args]
     if all(row is None for _, row in operands):
         return item, None

@@ -41,7 +41,7 @@ class _Running:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     answer: asyncio.Future[dict[str, Any] | None] | None = None
     pid: int = 0
-    """Of the process that answers, which is a child of ours or a child of that."""
+    """The id of the process that answers, which is a child of ours or a child of that."""
     _number: int = 0
     _reader: asyncio.Task[None] | None = None
 
@@ -59,7 +59,7 @@ class _Running:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has. A child that answers may go on without it."""
+        """Tell whether the process has. A child that answers may go on without it."""
         return self.process.returncode is not None
 
     def ask(self, asked: Asked) -> asyncio.Future[dict[str, Any] | None]:

@@ -182,7 +182,7 @@ class BundledCache:
 
 
 def imported_places(folder: Path) -> list[BundlePlace]:
-    """Where the bundles lie that the cache in ``folder`` has imported, unless others may write."""
+    """The folder of bundles that the cache in ``folder`` has imported, unless others may write."""
     try:
         with open_folder(folder) as cache, cache.within(IMPORTED) as places:
             names = sorted(name for name, _ in places.scan())
@@ -330,7 +330,7 @@ def _opened(place: BundlePlace, stamp: tuple[int, ...]) -> Bundle:
 
 
 def _holds(path: Path, content: bytes) -> bool:
-    """Whether the file at ``path`` is no link, and has ``content``."""
+    """Tell whether the file at ``path`` is no link, and has ``content``."""
     try:
         return not path.is_symlink() and read_bytes(path, len(content), pipes=False) == content
     except (OSError, ConfigError):

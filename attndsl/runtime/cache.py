@@ -263,7 +263,7 @@ class KernelCache:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """What an error says, without a hint."""
+    """The message of an error, without a hint."""
     if isinstance(error, ConfigError):
         return error.message
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -404,7 +404,7 @@ def entry_text(key: str, source: str, meta: Mapping[str, object]) -> str:
 
 
 def _holds(folder: OwnedFolder, name: str, content: bytes) -> bool:
-    """Whether ``content`` is that of the file ``name``."""
+    """Tell whether ``content`` is that of the file ``name``."""
     try:
         return folder.read(name, len(content)) == content
     except (OSError, ValueError):

@@ -81,7 +81,7 @@ def doubts_of_call(
 
 
 def _is_transposed(call: Call, said: Mapping[str, object]) -> bool:
-    """Whether a call of few rows and many heads has its lengths in place of its heads.
+    """Tell whether a call of few rows and many heads has its lengths in place of its heads.
 
     Models of so many heads share their keys, and project to rows that lie behind one another, so
     that heads are the inner dim in memory. Where neither is so, there are hardly fewer rows and

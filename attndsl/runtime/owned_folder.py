@@ -43,7 +43,7 @@ class OwnedFolder:
     """An open folder that only this user may write to."""
 
     def __init__(self, path: Path, handle: int | None, of_root: bool) -> None:
-        """As :func:`open_folder`, of a descriptor that is closed with it."""
+        """Do as :func:`open_folder`, with a descriptor that is closed with the folder."""
         self.path = path
         self._handle = handle
         self._of_root = of_root
@@ -163,7 +163,7 @@ class OwnedFolder:
         shutil.rmtree(self._at(name), dir_fd=self._handle)
 
     def _at(self, name: str) -> str:
-        """What system calls are given beside the descriptor."""
+        """The name that system calls get beside the descriptor."""
         return name if self._handle is not None else os.path.join(self.path, name)
 
     def _status(self, name: str) -> os.stat_result:

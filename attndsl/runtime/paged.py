@@ -148,12 +148,12 @@ class PagedCache:
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:
-    """Whether the elements can be looked at without waiting for a device."""
+    """Tell whether the elements can be looked at without waiting for a device."""
     return tensor.device.type == "cpu" and has_values(tensor)
 
 
 def looks_at_values(tensor: torch.Tensor) -> bool:
-    """Whether calls with ``tensor`` validate: where nothing waits, or where settings ask for it."""
+    """Tell whether calls with ``tensor`` validate: where nothing waits, or settings ask for it."""
     return is_at_hand(tensor) or (asks_to_verify() and has_values(tensor))
 
 

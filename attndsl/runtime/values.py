@@ -56,7 +56,7 @@ def params_of_dims(program: Program) -> tuple[str, ...]:
 
 
 def dims_key(names: Iterable[str], captures: Mapping[str, object]) -> tuple[object, ...]:
-    """What a key has of the params ``names``, on whose values declared dims depend."""
+    """The part of a key for the params ``names``, on whose values declared dims depend."""
     return tuple([number_key(captures.get(name)) for name in names])
 
 
@@ -233,12 +233,12 @@ def check_rows_within(name: str, offset: int, rows: int, whole: int) -> None:
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is more than a shape: neither of meta nor fake."""
+    """Tell whether ``tensor`` is more than a shape: neither of meta nor fake."""
     return not tensor.is_meta and (type(tensor) in _PLAIN or not is_fake(tensor))
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether the elements of ``tensor`` can be looked at, which transforms and make_fx refuse."""
+    """Tell whether the elements of ``tensor`` can be read, which transforms and make_fx refuse."""
     seen = _is_wrapped(tensor) or torch._C._get_dispatch_mode(_PROXY) is not None
     return has_data(tensor) and not seen
 

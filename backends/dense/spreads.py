@@ -64,7 +64,7 @@ class _Precision:
     work: float
     """In sums, relative."""
     operand: float
-    """Of each number that is multiplied, relative; 0 where products take all that is stored."""
+    """In each number that is multiplied, relative; 0 where products take all that is stored."""
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> _Precision:
@@ -79,11 +79,11 @@ class _Precision:
         return self.work**2 * terms + 2 * self.operand**2
 
     def square(self, terms: int) -> float:
-        """Of the relative error of a stored value that is a sum of so many terms."""
+        """The square of the relative error of a stored value that is a sum of so many terms."""
         return self.stored**2 + self.work**2 * max(1, terms)
 
     def stored_square(self, value: torch.Tensor, terms: int = 1) -> torch.Tensor:
-        """Of the error of ``value``, if it is stored and not 0."""
+        """The square of the error of ``value``, if it is stored and not 0."""
         square = self.square(terms) * value.square() + self.least**2
         return torch.where(value == 0, 0.0, square)
 
@@ -138,7 +138,7 @@ class _Pairs:
         kv_heads, kv_len = whole.k.shape[1:3]
         self.rows, self.pairs_of_call = rows, batch * heads * q_len * kv_len
         self.terms = max(kv_len, q_len * (heads // max(1, kv_heads)))
-        """Of the longest sum of a result's element, but for those of captures."""
+        """The length of the longest sum of a result's element, but for those of captures."""
         self.lowered, self.program = lowered, lowered.program
         self.call = call = _rows_of(whole, rows)
         self.precision = _Precision.of(dtype)
@@ -209,7 +209,7 @@ class _Pairs:
         return torch.where(live, square, 0.0)
 
     def _lse_spread(self, changes: torch.Tensor) -> torch.Tensor:
-        """Of the log-sum-exp, which kernels hold as a maximum and the logarithm of a sum."""
+        """The spread of the log-sum-exp, which kernels hold as a maximum and a sum's logarithm."""
         lse, score = self.lse, self.dense.score
         if self.program.weights is not None or not score.shape[-1]:
             return torch.zeros_like(lse)
@@ -231,7 +231,7 @@ class _Pairs:
         return squares if self.dense.keep is None else squares * self.dense.keep.square()
 
     def out_spread(self) -> torch.Tensor:
-        """Of the output."""
+        """The spread of the output."""
         squares = group(self.kept(self.weight_square), self.call) @ self.call.v.square()
         return ungroup(squares, self.call).sqrt() + self.lse_spread.unsqueeze(-1) * self.out.abs()
 
@@ -274,7 +274,7 @@ class _Gradients:
             self.dropout = pairs.kept(square)
 
     def _delta(self, d_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row: rowsum(dO * O) less the gradient of the lse, and the square of its error."""
+        """rowsum(dO * O) less the gradient of the lse, and the square of its error."""
         pairs, grad_lse = self.pairs, self.results.grad_lse
         products = self.results.grad_out * pairs.out
         delta = products.sum(-1)
@@ -287,7 +287,7 @@ class _Gradients:
         return delta.unsqueeze(-1), square.unsqueeze(-1)
 
     def spreads(self) -> dict[str, torch.Tensor]:
-        """Of all gradients, by name."""
+        """The spreads of all gradients, by name."""
         pairs, call = self.pairs, self.pairs.call
         raw = group(self._raw_square(), call)
         kept = group(pairs.kept(pairs.weight_square), call)

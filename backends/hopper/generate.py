@@ -190,19 +190,19 @@ def _flags(spec: ModuleSpec) -> Flags:
 
 
 def has_wide_lines(lowered: Lowered) -> bool:
-    """Whether tensors of positions give what scores have of rows or columns: it may be large."""
+    """Tell whether tensors of positions give the scores' parts of rows or columns, maybe large."""
     placed = lowered.placed
     return _is_wide(placed.row) or _is_wide(placed.column)
 
 
 def has_wide_pairs(lowered: Lowered) -> bool:
-    """Whether tensors of positions give what scores have of pairs, and nothing bounds it."""
+    """Tell whether tensors of positions give what scores have of pairs, and nothing bounds it."""
     pair = lowered.placed.pair
     return _is_wide(pair) and math.isinf(magnitude(pair))
 
 
 def _is_wide(root: Node | None) -> bool:
-    """Whether an expression may fill masked pairs with a large number.
+    """Tell whether an expression may fill masked pairs with a large number.
 
     Biases do, that are looked up by position, and numbers and params that ``where`` chooses.
     """

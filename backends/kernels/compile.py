@@ -236,7 +236,7 @@ def build(
 
 
 def record(executable: Executable) -> dict[str, object] | None:
-    """What :func:`restore` needs to find the compiled code again, as JSON values.
+    """The JSON values by which :func:`restore` finds the compiled code again.
 
     None where Triton's files are gone, or are no longer those that it has read.
     """

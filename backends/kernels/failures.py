@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _COMMAND = "Repro command"
-"""What ptxas's words end before."""
+"""The mark before which ptxas's words end."""
 
 
 class KernelError(BackendError):
@@ -24,7 +24,7 @@ class KernelError(BackendError):
 
 
 def kernel_error(function: Any, error: Exception) -> KernelError:
-    """What a user is told of an ``error`` that Triton raised while it compiled ``function``."""
+    """The message for an ``error`` that Triton raised while it compiled ``function``."""
     return KernelError(
         f"Triton cannot compile {function.__name__}{_place(function, error)}: {reason_of(error)}",
         hint="report this with the program, shapes and dtypes; "

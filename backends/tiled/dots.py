@@ -296,7 +296,7 @@ class Wide:
         return LogSum(*lse).plus(sign * row.squeeze(3))
 
     def learns_row(self, wants: Wants) -> bool:
-        """Whether gradients are wanted of what is added to whole rows."""
+        """Tell whether gradients are wanted of what is added to whole rows."""
         return not (wants.tensors | wants.params).isdisjoint(leaf_names(self._row))
 
     def wants(self, wants: Wants) -> Wants:

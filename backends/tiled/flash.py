@@ -43,7 +43,7 @@ def flash_gradients(
 
 
 def is_spoilt(out: torch.Tensor, lse: torch.Tensor) -> bool:
-    """Whether torch's results may not be used.
+    """Tell whether torch's results may not be used.
 
     Torch takes a row for one without keys, with an output and a log-sum-exp of 0, if all its scores
     are -inf, or NaN and fewer than a vector of the processor holds. A row of which both are right
