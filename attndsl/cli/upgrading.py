@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from attndsl.config import PROGRAM_SUFFIX, SUFFIXES
 from attndsl.editors.embedded import programs_in
 from attndsl.errors import ConfigError, raise_all
+from attndsl.frontend.former import inserted
 from attndsl.frontend.upgrade import upgrade_of, upgraded
 
 from .folders import find_files, tell_skipped
@@ -87,7 +88,7 @@ def upgrade_files(arguments: Sequence[str], check: bool, diff: bool) -> int:
     for place, upgrade in alone:
         if place not in imported:
             file = files[place]
-            _note(file, ((x.span.start, x.text) for x in upgrade.of(file.source)))
+            _note(file, (x.edit for x in upgrade.of(file.source)))
     changes = [Change(file.name, file.source, _new(file)) for file in files.values()]
     code = finish(changes, check, diff, ("upgrade", "upgraded"))
     raise_all([error for file in files.values() if file.found for error in file.found.errors])
@@ -145,7 +146,7 @@ def _note_import(
             f"{source.name} has calls of version 0.1 and is not among the files",
             hint=f"{importer.name} imports it: name it too",
         )
-    _note(file, ((each.span.start, each.text) for each in found))
+    _note(file, (each.edit for each in found))
 
 
 def _new(file: _File) -> str:
@@ -154,7 +155,7 @@ def _new(file: _File) -> str:
     Raises:
         ConfigError: The form of a configuration has no place for it.
     """
-    text = _edited(file.source.text, file.edits)
+    text = inserted(file.source.text, file.edits)
     if file.found is None or not file.edits or _holds(file, text):
         return text
     # A text without quotes ends at a comma in YAML's lists and mappings of one line.
@@ -165,7 +166,7 @@ def _new(file: _File) -> str:
         written = file.source.text[start:end]
         if changed and _PLAIN.fullmatch(written) and file.source.text[start - 1] not in "\"'":
             file.edits = dict.fromkeys([(start, "'"), *file.edits, (end, "'")])
-    text = _edited(file.source.text, file.edits)
+    text = inserted(file.source.text, file.edits)
     if not _holds(file, text):
         raise ConfigError(
             f"{file.name} has no place for the new text of its programs",
@@ -173,14 +174,6 @@ def _new(file: _File) -> str:
             "softcap(score, 50.0), score + alibi()",
         )
     return text
-
-
-def _edited(text: str, edits: Iterable[Edit]) -> str:
-    parts, last = [], 0
-    for at, words in sorted(edits, key=lambda edit: edit[0]):
-        parts += [text[last:at], words]
-        last = at
-    return "".join([*parts, text[last:]])
 
 
 def _holds(file: _File, text: str) -> bool:

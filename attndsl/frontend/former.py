@@ -42,6 +42,11 @@ class Insertion(NamedTuple):
     """Empty: where."""
     text: str
 
+    @property
+    def edit(self) -> tuple[int, str]:
+        """The place in its source, and the text."""
+        return self.span.start, self.text
+
 
 class Former(NamedTuple):
     """The calls of version 0.1 in a program."""
@@ -129,15 +134,15 @@ def _at(span: Span, place: int, text: str) -> Insertion:
     return Insertion(replace(span, start=place, end=place), text)
 
 
-def inserted(text: str, found: Iterable[Insertion], start: int = 0) -> str:
-    """``text``, which begins at ``start`` of a source, with what is to be put in.
+def inserted(text: str, found: Iterable[tuple[int, str]], start: int = 0) -> str:
+    """``text``, which begins at ``start`` of a source, with texts put in at places of the source.
 
     Of two texts for one place, that of the call around the other comes first.
     """
     parts, last = [], 0
-    for place, words in sorted(found, key=lambda each: each.span.start):
-        parts += [text[last : place.start - start], words]
-        last = place.start - start
+    for place, words in sorted(found, key=lambda each: each[0]):
+        parts += [text[last : place - start], words]
+        last = place - start
     return "".join([*parts, text[last:]])
 
 
@@ -226,7 +231,8 @@ def _error(statement: s.Statement, calls: Sequence[s.FunctionCall]) -> TypeMisma
     if hides_score(statement):
         return TypeMismatchError(message, first.span, "rename the parameter 'score', and read it")
     meant = _meant(statement)
-    line = inserted(meant.span.text, insertions(meant, calls), meant.span.start)
+    edits = [each.edit for each in insertions(meant, calls)]
+    line = inserted(meant.span.text, edits, meant.span.start)
     if meant is not statement:
         line = _SCORE + line.removeprefix("mask")
     line = " ".join(_COMMENT.sub("", line).split())

@@ -72,4 +72,4 @@ def upgraded(source: Source) -> str:
     Raises:
         AttnDSLError: As :func:`upgrade_of`.
     """
-    return inserted(source.text, upgrade_of(source).of(source))
+    return inserted(source.text, [each.edit for each in upgrade_of(source).of(source)])

@@ -137,6 +137,7 @@ def test_what_is_imported_is_what_was_checked(cache: KernelCache) -> None:
     from attndsl.backends.kernels.compile import module_of
 
     entry = cache.save(KEY, "x = 1\n", {})
+    assert entry.path.is_absolute()  # A relative one would be a file of the checkout.
     entry.path.write_text("x = 2\n")
     assert module_of(entry.source, entry.path, KEY).x == 1
     assert not (cache.folder / "__pycache__").exists()
