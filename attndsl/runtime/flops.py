@@ -47,7 +47,7 @@ class _Asked:
     numbers: tuple[int | float, ...] = field(compare=False)
     """The params that are numbers: ints and bools, and behind them floats."""
     keys: tuple[object, ...]
-    """Of these."""
+    """The key of each of these."""
     ints: int
     """How many ints and bools these are."""
     offsets: tuple[int, int]

@@ -63,7 +63,7 @@ class BackwardMemory(NamedTuple):
     ds: Ring
     """dS (keys, queries), which both consumers read; ``desc`` says where it is stored."""
     shifts: Any
-    """Where the shifts of a ``LogSum`` lie; see ``row_statistics``."""
+    """Pointer to the shifts of a ``LogSum``; see ``row_statistics``."""
     p_slope: Any
     """Above head dim 128: weights' derivatives by the score (keys, queries)."""
     fields: Any
@@ -167,7 +167,7 @@ class KeyRows(NamedTuple):
     parts: Any
     """What is looked up by them."""
     column: Any
-    """What the score has of each key alone."""
+    """The part of the score that depends on the key alone."""
     origin: Any
     """Logical position of the tile's first key."""
     ragged: Any

@@ -118,7 +118,7 @@ class Scored:
         return found
 
     def live_to_part(self, program: Program, place: Place) -> Live | None:
-        """What gives them, if :func:`live_product` is to look at them."""
+        """The function that gives them, if :func:`live_product` is to look at them."""
         return partial(self.live, place) if program.bounded and self.partial else None
 
 

@@ -290,7 +290,7 @@ class _Derivation:
 
 
 def bounded(found: Any) -> Any:
-    """As of pairs (:func:`.sets.bounded`): ``found``, a set of tiles, or a function."""
+    """``found``, a set of tiles or a function, as :func:`.sets.bounded` has sets of pairs."""
     return bounded_pairs(found, MAX_DIVISIONS)
 
 
