@@ -31,6 +31,14 @@ class LogSum(NamedTuple):
         """The shifts, infinite for rows with no live pair: ``exp(score - inf)`` is 0."""
         return torch.where(self.shift == -torch.inf, torch.inf, self.shift)
 
+    def of_sink(self, sink: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The weight of a sink in each row times ``factor``; 0 where no pair is live.
+
+        There nothing reads the sink or the factor, which may be NaN.
+        """
+        weighted = torch.exp(self.taken_off(sink)) * factor
+        return torch.where(self.shift == -torch.inf, 0.0, weighted)
+
     def plus(self, more: torch.Tensor) -> torch.Tensor:
         """Both parts with ``more`` added to each row that has live pairs, without rounding.
 

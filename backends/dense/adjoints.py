@@ -64,7 +64,7 @@ def adjoints(program: Program, call: Call, dense: Dense, backward: Backward) -> 
         d_score = weights * (d_weights - delta.unsqueeze(-1))
         if program.sink is not None:
             (sink,) = evaluate((program.sink,), scope)
-            d_sink = -torch.exp(denominator.taken_off(sink)) * delta.unsqueeze(-1)
+            d_sink = -denominator.of_sink(sink, delta.unsqueeze(-1))
     else:
         weights = own_weights(program.weights, dense)
         d_own = where_live(dense.live, d_weights, 0.0)

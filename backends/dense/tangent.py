@@ -68,7 +68,7 @@ def tangent(
             (sink,) = evaluate((program.sink,), scope)
             sink_terms = list(_leaves(program.sink).items())
             d_sink = _along(sink_terms, scope, None, moved.captures)
-            d_lse = d_lse + torch.exp(bound.taken_off(sink)) * d_sink
+            d_lse = d_lse + bound.of_sink(sink, d_sink)
         d_weights = times(weights, d_score - d_lse)
     else:
         weights = own_weights(program.weights, dense)

@@ -75,9 +75,8 @@ def add_sink_gradients(
         nothing = delta[:, :, :1, None]
         tile = Expressions(call).tile(head, (0, min(1, call.k.shape[2])), nothing)
         (logit,) = tile.evaluate(sink)
-        weight = torch.exp(log_sum(lse).taken_off(logit)[..., 0])
-        rows = torch.where(lse[0] == -torch.inf, 0.0, weight * delta[..., :q_len])
-        total = -rows.sum(2, dtype=torch.float64)[:, :, None, None]
+        rows = log_sum(lse).of_sink(logit, delta[..., :q_len, None])
+        total = -rows.sum(2, keepdim=True, dtype=torch.float64)
         sums.add(sums.of(sink), total, tile)
     tensors = dict(found.tensors)
     for name, part in sums.tensors().items():

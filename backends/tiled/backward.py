@@ -123,7 +123,7 @@ class StepGradients:
             own = LogSum(*map(place.pairs, lse))
             tile = self._scorer.expressions.tile(step, (0, 1), own.shift)
             (sink,) = tile.evaluate(self._program.sink)
-            d_sink = -torch.exp(own.taken_off(sink)) * place.pairs(delta)
+            d_sink = -own.of_sink(sink, place.pairs(delta))
             self._sums.add(self._sink_terms, d_sink, tile)
 
     def _delta(self, place: Place, grad_out: torch.Tensor) -> torch.Tensor:

@@ -92,3 +92,19 @@ def test_gradients_are_equal_bit_for_bit(kernels):
     ]
     assert all(torch.equal(found[0], other) for other in found)
     assert (found[0] != 0).all()
+
+
+@pytest.mark.parametrize("mask", ["false", "kv < n"])
+def test_rows_with_no_live_pair_read_no_sink(place, mask):
+    kind = torch.bfloat16 if place.device == "cuda" else torch.float32
+    q, k, v = (
+        torch.randn(1, 2, 40, 16, device=place.device, dtype=kind).requires_grad_() for _ in "qkv"
+    )
+    sink = torch.full((2,), torch.nan, device=place.device).requires_grad_()
+    text = f"tensor s[heads]: float; param n: int = 0; mask = {mask}; sink = s[h] + n"
+    attn = attndsl.compile(text, backend=place.backend)
+    out, lse = attn(q, k, v, s=sink, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    for grad in torch.autograd.grad(out, (q, k, v, sink), torch.randn_like(out)):
+        assert (grad == 0).all()

@@ -382,7 +382,10 @@ class Oracle:
         scale = s.head_dim**-0.5 if self.case.scale is None else self.case.scale
         products = tensors["q"] @ tensors["k"][:, heads // group].mT * scale
         size = 4 * errors.precision.score
-        raw = errors.rounded(products.flatten(), size, size)
+        # Terms that cancel leave an error of their own size.
+        cancelled = tensors["q"].detach().abs() @ tensors["k"].detach().abs()[:, heads // group].mT
+        most = size * abs(scale) * cancelled.nan_to_num(0.0, 0.0).flatten()
+        raw = errors.rounded(products.flatten(), size, size) + most * (errors.factor(most, 1.0) - 1)
         names = {"b": b, "h": h, "hkv": h // group, "q": q_at[i] + firsts[b],
                  "kv": kv_at[j]}  # fmt: skip
         if at.kv_lengths is not None:
@@ -503,6 +506,7 @@ class _Parts:
             place = first[some]
             total = total.index_add(0, row[place], torch.exp(self.sink[place] - top[row[place]]))
         total = torch.where(some, total, 1.0)
-        lse = torch.where(some, top + torch.log(total), -torch.inf)
-        lse = errors.rounded(lse, size.score, size.score)
+        # A logarithm near 0 has the absolute error of a sum near 1.
+        lse = top + torch.log(errors.rounded(total, size.score, size.score))
+        lse = torch.where(some, errors.rounded(lse, size.score, size.score), -torch.inf)
         return powers / errors.rounded(total, size.weight, size.weight)[row], lse
