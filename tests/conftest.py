@@ -350,7 +350,13 @@ def close(
         rows = name in ("out", "q", "k", "v")
         largest = largest_allowed(exact, usual.abs(), own, out[name].dtype, rows) + FLOOR
         share = torch.where(error.isnan(), 0.0, error.abs() / largest)  # NaN of the reference.
-        assert share.max() <= 1, f"{name}: {share.max():.3g} times what rounding does to an element"
+        if share.max() > 1:
+            place = tuple(int(i) for i in torch.unravel_index(share.argmax(), share.shape))
+            raise AssertionError(
+                f"{name}{[*place]} is off by {error[place]:.3g}, {share.max():.3g} times what "
+                f"rounding does to an element; it is {exact[place]:.6g}, and others err by "
+                f"{usual[place[:-1]].abs().amax():.3g} in its row, {usual.abs().amax():.3g} at all"
+            )
 
 
 def _spread_by_errors(errors: torch.Tensor) -> torch.Tensor:

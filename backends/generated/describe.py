@@ -47,7 +47,10 @@ def describe_kernels(
     limited = [family for family in families if _limits(family, Task.FORWARD, 64)]
     families = tuple(family for family in families if family not in limited)
     rows = [row for family in limited for row in _of_limited(family, lowered, call)]
-    return [*rows, *_described(families, lowered, call)]
+    rows += _described(families, lowered, call)
+    if lowered.program.bounded:
+        rows.append(f"  repair     {families[-1].name} kernels, of tiles that are not finite")
+    return rows
 
 
 def _limits(family: Family, task: Task, head_dim: int) -> str:

@@ -74,6 +74,10 @@ class Task(enum.Enum):
         return "tangent" if self is Task.FORWARD_TANGENT else self.value
 
 
+REPAIRS = frozenset({Task.REPAIR, Task.REPAIR_GRADIENTS})
+"""Tasks that nearly all calls launch in vain."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
     """What a kernel adds up for gradients of captures, as texts of its functions say it."""
@@ -176,7 +180,10 @@ class Job:
         return replace(self, facts=with_forms(self.facts, self.lowered.program, machine.target))
 
     def plan(self, config: Config) -> LoopPlan:
-        """The plan of the kernel's loop with these tile sizes; empty if it has none."""
+        """The plan of the kernel's loop with these tile sizes; empty if it has none.
+
+        Nothing is listed for a repair: a list takes longer than most of them do.
+        """
         facts = self.facts
         if self.kernel.loop is None:
             return LoopPlan()
@@ -187,7 +194,7 @@ class Job:
             )  # fmt: skip
         return self.lowered.sparsity.loop(
             self.kernel.loop, config.block_m, config.block_n, facts.shifted, facts.indexed,
-            facts.wide, bounded=facts.pages is not None,
+            facts.wide, bounded=facts.pages is not None or bool(self.kernel.tasks & REPAIRS),
         )  # fmt: skip
 
     @property

@@ -36,7 +36,7 @@ from ..emit.facts import block_widths
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Flags, Products, fill_template, pair_function
 from ..gradients.terms import derivatives, terms_of
-from ..kernels.kernel import Job, Task
+from ..kernels.kernel import REPAIRS, Job, Task
 from .generate_gradients import gradient_texts, stored_texts
 from .generate_tangent import tangent_texts
 
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 _RESULTS = frozenset({Task.FORWARD, Task.TANGENT, Task.REPAIR})
 """Tasks whose kernels know a row's denominator, with the sink in it."""
-_REPAIRS = frozenset({Task.REPAIR, Task.REPAIR_GRADIENTS})
 
 
 def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
@@ -88,7 +87,7 @@ def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products)
         f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
-        "REPAIRS": bool(kernel.tasks & _REPAIRS),
+        "REPAIRS": bool(kernel.tasks & REPAIRS),
         "MARKED": program.entries != NO_ENTRIES,
         **learned.flags,
     }

@@ -92,3 +92,22 @@ def test_numbers_in_the_text_are_large_too(place, fill):
     mean = v.double().mean(2, keepdim=True).expand(-1, -1, 8, -1)
     bound = 0.02 if kind is torch.bfloat16 else 1e-5
     assert (out[:, :, :8].double() - mean).abs().amax() < bound
+
+
+@pytest.mark.parametrize("size", [1e4, 1e6, 1e8, 1e9, 1e10, 1e11, 1e13])
+def test_scores_of_q_and_k_alone(place, size):
+    """A key far above all others is a row's only one; where kernels cannot tell, NaN says so."""
+    kind = torch.bfloat16 if place.device == "cuda" else torch.float32
+    q, k, v = (torch.randn(1, 2, LENGTH, 16, device=place.device) for _ in "qkv")
+    q[:], k[:, :, 0] = (size / 16) ** 0.5, (size / 16) ** 0.5
+    leaves = [x.to(kind).requires_grad_() for x in (q, k, v)]
+    out = attndsl.compile("causal()", backend=place.backend)(*leaves)
+    grad_out = torch.randn_like(out)
+    (grad,) = torch.autograd.grad(out, leaves[2], grad_out)
+    wanted = leaves[2].detach()[:, :, :1].expand_as(out)
+    of_first = torch.zeros_like(grad)
+    of_first[:, :, 0] = grad_out.float().sum(2)
+    bound = 0.1 if kind is torch.bfloat16 else 1e-3
+    for found, right, most in ((out, wanted, 1.8e8), (grad, of_first, 8e6)):
+        told = found.isnan() if place.backend == "hopper" and size / 4 > most else False
+        assert (told | ((found - right).abs() <= bound * right.abs().amax())).all()

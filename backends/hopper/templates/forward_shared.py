@@ -289,12 +289,15 @@ def normalise(total, row_max, rows, factors, work):
     A row with no live pair gives zeros and a log-sum-exp of -inf, whose rest is 0.
     """
     scope = work.scope
+    peak, lost = natural_peak(row_max, factors)
+    if not (WIDE or BOUNDED):
+        # Of a row that is too far all weights may be 0, as of one with no live pair.
+        total = gl.where(peak == peak, total, float("nan"))
     empty = total == 0.0
     if HAS_ROW:
         part = row_of_score(rows.places, rows.origin, rows.parts, scope)
         empty = empty | (part == float("-inf"))
     decay = 1.0
-    peak, lost = natural_peak(row_max, factors)
     if HAS_SINK:
         sink = sink_of_head(scope)
         if HAS_ROW:

@@ -196,6 +196,11 @@ def test_explanation_of_a_plain_program():
     ]
 
 
+def test_explanation_of_what_repairs_results():
+    lines = lines_of("tensor n[batch]: int; mask = kv < n[b]", 64)
+    assert lines[-1] == "  repair     triton kernels, of tiles that are not finite"
+
+
 def test_explanation_of_captures():
     parts = "param c: float; param n: int; tensor t[kv_len]: float; mask = q - kv < n\n"
     reason = "gradients inside a function of the score are added up pair by pair"
