@@ -45,9 +45,10 @@ TRUNCATION = 4.0
 FLOOR = 16 * torch.finfo(torch.float32).eps
 """Rounding of fp32 sums, which both may have where the other happens to be exact."""
 
-_BY_ERRORS = 4.0
+_BY_ERRORS = {torch.float16: 4.0, torch.bfloat16: 4.0, torch.float32: 16.0, torch.float64: 4.0}
 """How many times the mean errors of a row and of all rows stand for a spread. Errors of a row of
-few keys are few errors, which may be small by chance."""
+few keys are few errors, which may be small by chance. On GPUs a product in fp32 is three of TF32,
+whose operands have two bits less together."""
 
 Dense = Callable[[torch.Tensor, SimpleNamespace], Any]
 
@@ -345,7 +346,7 @@ def close(
             allowed = slack * RMSE_FACTOR * chance * usual.square().mean().sqrt() + floor
             found = error.square().mean().sqrt()
         assert found <= allowed, f"{name}: error {found:.3e}, allowed {allowed:.3e}"
-        own = _spread_by_errors(usual) if spread is None else spread[name]
+        own = _spread_by_errors(usual, dtype) if spread is None else spread[name]
         exact = torch.where(kept, exact, 0.0)
         rows = name in ("out", "q", "k", "v")
         largest = largest_allowed(exact, usual.abs(), own, out[name].dtype, rows) + FLOOR
@@ -359,11 +360,11 @@ def close(
             )
 
 
-def _spread_by_errors(errors: torch.Tensor) -> torch.Tensor:
+def _spread_by_errors(errors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """About the spread of each element, from the errors of a result of the same dtype."""
     squares = torch.where(errors.isfinite(), errors, 0.0).double().square()
     row = squares.mean(-1, keepdim=True) if squares.dim() else squares
-    return _BY_ERRORS * (row + squares.mean()).sqrt().expand(errors.shape)
+    return _BY_ERRORS[dtype] * (row + squares.mean()).sqrt().expand(errors.shape)
 
 
 def spread_of(text: str, inputs: Inputs, dtype: torch.dtype, **declared: Any) -> dict[str, Any]:

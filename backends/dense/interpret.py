@@ -323,6 +323,9 @@ def _load(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Ten
     if tensor.numel() == 0:
         shape = torch.broadcast_tensors(*args)[0].shape  # type: ignore[no-untyped-call]
         return torch.zeros(shape, dtype=dtype, device=scope.device)
+    if tensor.requires_grad:
+        # What comes back is added up before it is rounded to the tensor's dtype.
+        tensor = tensor.to(dtype)
     return elements_at(tensor, args).to(dtype)
 
 

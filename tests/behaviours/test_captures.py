@@ -302,3 +302,18 @@ def test_reductions_over_a_capture_are_refused(function):
         attndsl.compile(text)
     assert function in str(caught.value)
     assert "tensor" in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("text", ["score = score * t[kv, q]", "score = score + t[h] * kv * 0.01"])
+def test_a_gradient_of_many_pairs_is_rounded_once(backend, text):
+    """One element gets what 40,000 pairs add, in the precision of q, not of the tensor."""
+    operands = [torch.randn(1, 1, 200, 4, dtype=torch.float64) for _ in "qkv"]
+    attn = attndsl.compile(f"tensor t[{'a, n' if 'kv, q' in text else 'n'}]: float\n{text}",
+                           backend=backend)  # fmt: skip
+    small = torch.full((1, 1) if "kv, q" in text else (1,), 0.3, dtype=torch.float32)
+    found = []
+    for t in (small, small.double()):
+        out = attn(*operands, t=t.requires_grad_())
+        found += torch.autograd.grad(out.square().sum(), t)
+    assert found[0] == found[1].float()

@@ -31,13 +31,17 @@ def bias_of(name: str, fill: float) -> torch.Tensor:
     return bias
 
 
-def by_hand(name, operands, bias, rounds=True):
-    """Output and log-sum-exp in fp64 of scores as fp32 holds them, if the call ``rounds`` these."""
+def by_hand(name, operands, bias, added_last):
+    """Output and log-sum-exp in fp64 of scores as fp32 holds them.
+
+    If ``added_last``, the bias of a row is added to its log-sum-exp, not to its scores.
+    """
     q, k, v = operands
     exact = (q @ k.mT) / q.shape[3] ** 0.5
-    added = bias[:, None] if name == "rows" else bias
-    scores = exact.detach() + added.double()
-    if rounds:
+    if added_last:
+        scores = exact.detach()
+    else:
+        added = bias[:, None] if name == "rows" else bias
         scores = exact.detach().float() + added.float()
     if name == "causal pairs":
         seen = torch.ones_like(scores, dtype=torch.bool).tril()
@@ -53,7 +57,8 @@ def by_hand(name, operands, bias, rounds=True):
     # The sum's gradient is that of the weights.
     log = total.log() + ((relative.exp() / total).detach() * (exact - exact.detach())).sum(-1, True)
     weights = (relative - log).exp()
-    return weights @ v, (peak + log).squeeze(-1)
+    lse = (peak + log).squeeze(-1)
+    return weights @ v, lse + bias.double() if added_last else lse
 
 
 @pytest.mark.parametrize("fill", FILLS)
@@ -71,8 +76,7 @@ def test_rows_of_large_scores(place, name, fill):
         found = torch.autograd.grad((out, lse), leaves, (grad_out, grad_lse))
         exact = [x.double().requires_grad_() for x in operands]
         # Hopper's kernels add what a whole row has in common to its log-sum-exp alone.
-        rounds = not (name == "rows" and place.backend == "hopper")
-        wanted = by_hand(name, exact, bias, rounds)
+        wanted = by_hand(name, exact, bias, name == "rows" and place.backend == "hopper")
         grads = torch.autograd.grad(wanted, exact, (grad_out.double(), grad_lse.double()))
         bound = 0.06 if dtype is torch.bfloat16 else 0.01 if halves else 2e-5
         for x, y in zip((out, *found), (wanted[0], *grads), strict=True):

@@ -290,9 +290,6 @@ def normalise(total, row_max, rows, factors, work):
     """
     scope = work.scope
     peak, lost = natural_peak(row_max, factors)
-    if not (WIDE or BOUNDED):
-        # Of a row that is too far all weights may be 0, as of one with no live pair.
-        total = gl.where(peak == peak, total, float("nan"))
     empty = total == 0.0
     if HAS_ROW:
         part = row_of_score(rows.places, rows.origin, rows.parts, scope)
@@ -310,6 +307,9 @@ def normalise(total, row_max, rows, factors, work):
     total = gl.where(empty, 1.0, total)
     rest = gl.log(total) + lost
     inverse = decay / total
+    if not (WIDE or BOUNDED):
+        # All weights of a row that is too far may be 0, as of one with no live pair.
+        inverse = gl.where(peak == peak, inverse, float("nan"))
     if HAS_ROW:
         # A sum and what rounding takes from it: D. Knuth, TAOCP, vol. 2, 4.2.2.
         whole = peak + part
