@@ -234,9 +234,15 @@ def is_finite(tile):
 
 
 @triton.jit
+def is_number(x):
+    """Tell whether ``x`` is neither NaN nor infinite."""
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
 def not_finite(tile):
     """1 for each element that is NaN or infinite, 0 for others."""
-    return tl.where(tl.abs(tile.to(tl.float32)) < float("inf"), 0, 1)
+    return tl.where(is_number(tile.to(tl.float32)), 0, 1)
 
 
 @triton.jit

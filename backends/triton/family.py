@@ -121,7 +121,7 @@ class Portable:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~..kernels.kernel.Family`."""
         out, lse = empty_results(layout, call)
-        launch_forward("forward", layout, lowered, call, out, lse)
+        launch_forward("forward", layout, lowered, call, (out, lse))
         return out, lse
 
     def backward(
@@ -184,9 +184,14 @@ class Portable:
 
 
 def launch_forward(
-    name: str, layout: Layout, lowered: Lowered, call: Call, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """Launch the forward called ``name`` of a layout, which writes ``out`` and ``lse``."""
+    name: str, layout: Layout, lowered: Lowered, call: Call,
+    results: tuple[torch.Tensor, torch.Tensor], more: Sequence[torch.Tensor] = (),
+) -> None:  # fmt: skip
+    """Launch the forward called ``name`` of a layout, which writes output and log-sum-exp.
+
+    ``more`` is what it reads besides.
+    """
+    out, lse = results
     q = call.q
     stream = stream_of(q.device)
     with on_device(q.device):
@@ -198,7 +203,7 @@ def launch_forward(
                 q, call.k, call.v, out, lse, *layout.strides, *out.stride()[:3],
                 call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
                 origin(call.kv_offset, call.kv_index), layout.heads_per_wave[name],
-                *capture_arguments(layout.facts, call), *lists,
+                *capture_arguments(layout.facts, call), *lists, *more,
             ],
         )  # fmt: skip
 
@@ -222,7 +227,7 @@ class BackwardLaunches:
 
     def launch(
         self, name: str, made: Sequence[torch.Tensor], steps: Sequence[int],
-        sums: torch.Tensor | None = None,
+        last: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Launch the kernel called ``name``.
 
@@ -230,15 +235,14 @@ class BackwardLaunches:
             name: Of the layout.
             made: The gradients that it writes.
             steps: How many rows theirs are apart, by batch entry, head and row.
-            sums: Where it writes what it adds up along lines.
+            last: Where it writes what it adds up along lines, or what it reads besides.
         """
         layout = self._layout
         lists = lists_of(layout, self._lowered, self._call, name, self._stream)
-        last = [] if sums is None else [sums]
         layout.executables[name].launch(
             layout.work_tiles[name], self._stream,
             [*self._operands, *made, *self._shared, *steps, layout.heads_per_wave[name],
-             *self._captures, *lists, *last],
+             *self._captures, *lists, *(() if last is None else (last,))],
         )  # fmt: skip
 
 

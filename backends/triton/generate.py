@@ -92,6 +92,8 @@ def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products)
         **learned.flags,
     }
     given = [*parameters(facts), *(LIST_PARAMETERS if listed else ()), *learned.given]
+    if kernel.tasks & REPAIRS:
+        given.append("results_sum")
     texts = [record_of_given(given), *functions, *texts]
     entries = (kernel.entry,)
     return fill_template(

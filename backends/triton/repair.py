@@ -3,9 +3,10 @@
 Kernels multiply whole tiles, in which the weight of a dead pair is 0, and 0 * NaN is NaN. Where
 tensors bound which keys a row sees (``Program.bounded``), that of one sequence must not reach
 another, nor that of rows that belong to none. So behind the kernels of such a call others run, of
-the portable family: a program of theirs ends at once if its tile of the result is finite. If it is
-not, the tile is made again, with zeros for rows that are not finite, and weights of NaN for their
-live pairs. Nothing waits for the device, and nothing is copied.
+the portable family. A program of theirs ends at once if the whole result is finite, which its sum
+tells, or if its tile is. If neither is, the tile is made again, with zeros for rows that are not
+finite, and weights of NaN for their live pairs. Nothing waits for the device, and nothing is
+copied.
 
 Scores, log-sum-exps and gradients of captures need no such kernel: they are made pair by pair, and
 dead pairs are left out by a choice, not by a product.
@@ -16,13 +17,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..kernels.device import on_device, stream_of
 from ..memory_order import wide_dtype
 from .family import BackwardLaunches, launch_forward
 
 if TYPE_CHECKING:
-    import torch
-
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Gradients, Wants
@@ -34,7 +35,7 @@ def repair_results(
     layout: Layout, lowered: Lowered, call: Call, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Make tiles of output and log-sum-exp again that are not finite; ``layout`` is the task's."""
-    launch_forward("repair", layout, lowered, call, out, lse)
+    launch_forward("repair", layout, lowered, call, (out, lse), [_sum(out)])
 
 
 def repair_gradients(layout: Layout, state: BackwardState, wanted: Wants, found: Gradients) -> None:
@@ -55,14 +56,20 @@ def repair_gradients(layout: Layout, state: BackwardState, wanted: Wants, found:
             kind = wide_dtype(wanted.wide)
             dk = orders.k.empty(call.k, kind).zero_() if found.k is None else found.k
             dv = orders.v.empty(call.v, kind).zero_() if found.v is None else found.v
-            run.launch("repair_kv", [dk, dv], [*_rows_apart(dk), *_rows_apart(dv)])
+            steps = [*_rows_apart(dk), *_rows_apart(dv)]
+            run.launch("repair_kv", [dk, dv], steps, _sum(dk) + _sum(dv))
         if found.q is not None:
-            run.launch("repair_q", [found.q], _rows_apart(found.q))
+            run.launch("repair_q", [found.q], _rows_apart(found.q), _sum(found.q))
 
 
 def rows_alone(wanted: Wants) -> Wants:
     """``wanted`` without gradients of captures, as kernels of that task are asked for it."""
     return replace(wanted, tensors=frozenset(), params=frozenset(), stores_ds=False)
+
+
+def _sum(result: torch.Tensor) -> torch.Tensor:
+    """The sum of all elements, which is finite only if all of them are."""
+    return result.sum(dtype=torch.float32)
 
 
 def _rows_apart(result: torch.Tensor) -> list[int]:
