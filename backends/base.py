@@ -333,6 +333,8 @@ class Gradients(NamedTuple):
     tensors: Mapping[str, torch.Tensor] = NONE
     params: Mapping[str, torch.Tensor] = NONE
     stored_ds: StoredDS | None = None
+    checks: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Numbers that are finite only if the gradient of q is, and if those of k and v are."""
 
 
 @dataclass(frozen=True, slots=True)

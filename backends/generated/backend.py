@@ -140,7 +140,8 @@ class GeneratedBackend(Backend):
         layout = self._layout(lowered, call, Task.FORWARD)
         out, lse = layout.family.forward(layout, lowered, call)
         if lowered.program.bounded:
-            repair_results(self._layout(lowered, call, Task.REPAIR), lowered, call, out, lse)
+            repairs = self._layout(lowered, call, Task.REPAIR)
+            repair_results(repairs, lowered, call, (out, lse), layout.family.checks_results)
         return out, lse
 
     def bound_forward(self, lowered: Lowered, call: Call) -> BoundForward:

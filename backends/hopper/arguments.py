@@ -106,7 +106,7 @@ def arguments_of(task: Task, function: Any, facts: KernelFacts, config: Config) 
     for name in function.arg_names:
         if name in blocks:
             found.append(Argument(name, blocks[name].type))
-        elif name in ("COLUMN_SUMS", "FACTOR_SUMS", "DISTANCE_SUMS"):
+        elif name in ("COLUMN_SUMS", "FACTOR_SUMS", "DISTANCE_SUMS", "CHECKS"):
             found.append(Argument(name, "*fp32", aligned=True))
         elif name in ("COUNTER", "TURNS"):
             found.append(Argument(name, "*i32", aligned=True))

@@ -126,7 +126,7 @@ class BackwardLaunch:
         dq = None
         if wanted.q:
             dq = new(orders.q.shape, orders.q.strides, kind)
-            self.dq_of(self.programs[1], stream, [sums, dq.data_ptr(), *self.dq_last])
+            self.dq_of(self.programs[1], stream, [sums, dq.data_ptr(), rest, *self.dq_last])
         return Gradients(dq, dk if wanted.k else None, dv if wanted.v else None)
 
 

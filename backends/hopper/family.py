@@ -50,6 +50,7 @@ class Hopper:
     fixed: tuple[FixedKernel, ...] = FIXED
     tells_places = True
     compiles_long = True
+    checks_results = True
     marks_entries = False
 
     def __init__(self) -> None:
@@ -193,6 +194,7 @@ class Hopper:
             tensors=tensors,
             params=params,
             stored_ds=buffers.stored_ds,
+            checks=buffers.checks_of_results(),
         )
         if buffers.distances is not None:
             config = layout.launches["backward_kv"].executable.config
@@ -206,7 +208,7 @@ class Hopper:
     ) -> None:  # fmt: skip
         views, of, orders = layout.views, self._maps.of, layout.orders
         name, stored_ds = "backward_kv", buffers.stored_ds
-        sums = (buffers.columns, buffers.factors, buffers.distances, buffers.turns)
+        sums = (buffers.columns, buffers.factors, buffers.distances, buffers.turns, buffers.checks)
         layout.launches[name].run(
             layout.programs, stream,
             [
@@ -288,6 +290,16 @@ class _Buffers(NamedTuple):
     turns: torch.Tensor | None
     """(batch, heads, query tiles) int32, zeros: how many work tiles have added to sums of dQ."""
 
+    checks: torch.Tensor | None
+    """(batch, kv_heads, key tiles, 2) fp32: see :attr:`..base.Gradients.checks`."""
+
+    def checks_of_results(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those of q's gradient and of k's and v's, if they are made; see :mod:`.sums`."""
+        if self.checks is None:
+            return None
+        rests = self.statistics.parts(self.memory)[1]
+        return rests[: self.statistics.number // 32], self.checks
+
     def row_delta(self) -> torch.Tensor:
         """Delta (batch, heads, padded rows)."""
         return self.statistics.parts(self.memory)[2].view(self.statistics)
@@ -320,6 +332,7 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
         )
         if layout.facts.takes_turns
         else None,
+        checks=empty_fp32(k, batch, k.shape[1], kv_tiles, 2) if layout.checked else None,
     )
 
 
@@ -348,7 +361,7 @@ def _dq(layout: HopperLayout, call: Call, buffers: _Buffers, stream: int) -> tor
     rows = [step // order.shape[3] for step in dq.stride()[:3]]
     layout.launches["dq_from_sums"].run(
         buffers.statistics.padded // 32 * batch * heads, stream,
-        [buffers.dq_sums, dq.data_ptr(), call.scale, *rows, heads, q_len],
+        [buffers.dq_sums, dq.data_ptr(), buffers.rest, call.scale, *rows, heads, q_len],
     )  # fmt: skip
     return dq
 

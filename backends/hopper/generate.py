@@ -30,7 +30,7 @@ from .features.persistence import PERSISTENCE
 from .features.row_max import BOUNDED, FIXED_MAX, HALVES
 from .features.skips import SKIPS, own_tiles
 from .features.stored_ds import STORED_DS
-from .features.sums import COLUMN_SUMS, FACTOR_SUMS
+from .features.sums import CHECKS, COLUMN_SUMS, FACTOR_SUMS
 from .features.tangents import TANGENTS
 from .features.turns import TURNS
 from .functions import print_functions, weights_and_factor
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 FEATURES = (
     BIAS, STORED_DS, PERSISTENCE, COLUMN_SUMS, FACTOR_SUMS, DIAGONALS, DROPOUT, BOUNDED, FIXED_MAX,
-    HALVES, SKIPS, TANGENTS, TURNS,
+    HALVES, SKIPS, TANGENTS, TURNS, CHECKS,
 )  # fmt: skip
 """Their order is that of the kernel's arguments."""
 _TEMPLATES = {

@@ -194,6 +194,10 @@ def _width(job: Job) -> dict[str, int | bool]:
     return {"WIDTH": block_width(job.facts.head_dim)}
 
 
+def _width_and_checks(job: Job) -> dict[str, int | bool]:
+    return {**_width(job), "CHECKS": job.lowered.program.bounded}
+
+
 def _width_and_far(job: Job) -> dict[str, int | bool]:
     lowered, far = job.lowered, -1
     if has_wide_lines(lowered):
@@ -209,5 +213,5 @@ def _statistics(job: Job, machine: Machine) -> tuple[Config, ...]:
 
 FIXED: tuple[FixedKernel, ...] = (
     FixedKernel("prepare_backward", prepare_backward, _width_and_far, _statistics),
-    FixedKernel("dq_from_sums", dq_from_sums, _width, _statistics),
+    FixedKernel("dq_from_sums", dq_from_sums, _width_and_checks, _statistics),
 )

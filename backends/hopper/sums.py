@@ -36,12 +36,13 @@ def prepare_backward(
 
 @triton.jit
 def dq_from_sums(
-    SUMS, DQ, scale, rows_dqb, rows_dqh, rows_dqm, heads, q_len,
-    D: tl.constexpr, WIDTH: tl.constexpr,
+    SUMS, DQ, LSE_REST, scale, rows_dqb, rows_dqh, rows_dqm, heads, q_len,
+    D: tl.constexpr, WIDTH: tl.constexpr, CHECKS: tl.constexpr,
 ):  # fmt: skip
     """DQ (batch, heads, q_len, D), its rows ``rows_dq*`` apart: the sums times ``scale``.
 
-    One program: 64 rows of one head, half of the WIDTH columns of sums.
+    One program: 64 rows of one head, half of the WIDTH columns of sums. With CHECKS its number of
+    the rests, which nobody reads any more, is NaN if a sum is not finite, or 0.
     """
     q_blocks = tl.cdiv(q_len, STATISTICS_PADDING) * (STATISTICS_PADDING // _ROWS_OF_BLOCK)
     HALF: tl.constexpr = WIDTH // 2
@@ -60,3 +61,5 @@ def dq_from_sums(
     own = DQ + (head // heads * rows_dqb + head % heads * rows_dqh).to(tl.int64) * D
     places = rows.to(tl.int64)[:, None] * (rows_dqm * D) + columns[None, :]
     tl.store(own + places, tile.to(DQ.dtype.element_ty), mask=inside)
+    if CHECKS:
+        tl.store(LSE_REST + tl.program_id(0), tl.sum(held * 0.0, 0))

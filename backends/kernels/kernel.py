@@ -199,8 +199,11 @@ class Job:
 
     @property
     def work(self) -> str:
-        """What the loop is like: ``dense``, ``masked``, ``short`` or ``short partial``."""
-        if self.kernel.loop is None:
+        """What the loop is like: ``dense``, ``masked``, ``short`` or ``short partial``.
+
+        That of a repair counts as dense: large tiles make few programs, which end at once.
+        """
+        if self.kernel.loop is None or self.kernel.tasks & REPAIRS:
             return "dense"
         facts = self.facts
         return self.lowered.sparsity.work(self.kernel.loop, facts.shifted, facts.indexed)
@@ -246,6 +249,10 @@ class Family(Protocol):
     """Whether :meth:`places` says anything. At most one family of a backend does."""
     compiles_long: bool
     """Whether its kernels take several times as long to compile as the portable ones."""
+    checks_results: bool
+    """Whether kernels say which of their results are not finite. Forwards of programs whose keys
+    are bounded store NaN as the rest of such a row's log-sum-exp, and backwards make
+    :attr:`~..base.Gradients.checks`."""
     marks_entries: bool
     """Whether forwards make results NaN of batch entries with a wrong number of keys or offset."""
 

@@ -53,6 +53,7 @@ class Decode(Portable):
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = ()
     compiles_long = False
+    checks_results = False
     marks_entries = True
 
     def __init__(self, beside_others: bool = False) -> None:

@@ -3,10 +3,10 @@
 Kernels multiply whole tiles, in which the weight of a dead pair is 0, and 0 * NaN is NaN. Where
 tensors bound which keys a row sees (``Program.bounded``), that of one sequence must not reach
 another, nor that of rows that belong to none. So behind the kernels of such a call others run, of
-the portable family. A program of theirs ends at once if the whole result is finite, which its sum
-tells, or if its tile is. If neither is, the tile is made again, with zeros for rows that are not
-finite, and weights of NaN for their live pairs. Nothing waits for the device, and nothing is
-copied.
+the portable family. A program of theirs ends at once if the whole result is finite: a sum of it
+tells, or of what the kernels that made it say. It ends too if its own tile is finite. Otherwise the
+tile is made again, with zeros for rows that are not finite, and weights of NaN for their live
+pairs. Nothing waits for the device, and nothing is copied.
 
 Scores, log-sum-exps and gradients of captures need no such kernel: they are made pair by pair, and
 dead pairs are left out by a choice, not by a product.
@@ -32,10 +32,20 @@ if TYPE_CHECKING:
 
 
 def repair_results(
-    layout: Layout, lowered: Lowered, call: Call, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """Make tiles of output and log-sum-exp again that are not finite; ``layout`` is the task's."""
-    launch_forward("repair", layout, lowered, call, (out, lse), [_sum(out)])
+    layout: Layout, lowered: Lowered, call: Call, results: tuple[torch.Tensor, torch.Tensor],
+    is_checked: bool,
+) -> None:  # fmt: skip
+    """Make tiles of output and log-sum-exp again that are not finite.
+
+    Args:
+        layout: The task's.
+        lowered: The program.
+        call: As of the forward.
+        results: Those of the forward, which are written to.
+        is_checked: Whether the forward was of a family that ``checks_results``.
+    """
+    check = results[1][1] if is_checked else results[0]
+    launch_forward("repair", layout, lowered, call, results, [_sum(check)])
 
 
 def repair_gradients(layout: Layout, state: BackwardState, wanted: Wants, found: Gradients) -> None:
@@ -57,9 +67,11 @@ def repair_gradients(layout: Layout, state: BackwardState, wanted: Wants, found:
             dk = orders.k.empty(call.k, kind).zero_() if found.k is None else found.k
             dv = orders.v.empty(call.v, kind).zero_() if found.v is None else found.v
             steps = [*_rows_apart(dk), *_rows_apart(dv)]
-            run.launch("repair_kv", [dk, dv], steps, _sum(dk) + _sum(dv))
+            check = _sum(dk) + _sum(dv) if found.checks is None else _sum(found.checks[1])
+            run.launch("repair_kv", [dk, dv], steps, check)
         if found.q is not None:
-            run.launch("repair_q", [found.q], _rows_apart(found.q), _sum(found.q))
+            check = _sum(found.q if found.checks is None else found.checks[0])
+            run.launch("repair_q", [found.q], _rows_apart(found.q), check)
 
 
 def rows_alone(wanted: Wants) -> Wants:

@@ -265,6 +265,8 @@ def consume_work(
         dv = dv * factor_of_weights(Scope(Head(b, 0, hkv), sizes, given))
     dv_out = Tensor(out.dv, out.dv_b, out.dv_h, out.dv_n)
     store_rows(dv_out, rows_to_store(dv), own, b, hkv, sizes.kv_len, VALUE_DIM)
+    if CHECKS_RESULTS:
+        store_check(PART, check_of(dk) + check_of(dv), tile, b, hkv, call)
     return tile_index
 
 

@@ -321,6 +321,19 @@ def gradient_of_score(p_slope, dp, delta):
 
 
 @gluon.jit
+def store_check(PART: gl.constexpr, check, tile, b, hkv, scope):
+    """Store a consumer's check of its results: NaN if one is not finite, or 0."""
+    place = (b * scope.sizes.kv_heads + hkv) * gl.cdiv(scope.sizes.kv_len, BLOCK_N) + tile
+    gl.store(scope.given.CHECKS + place * 2 + PART, check)
+
+
+@gluon.jit
+def check_of(sums):
+    """NaN if an element is not finite, or 0."""
+    return gl.sum(gl.sum(sums * 0.0, 1), 0)
+
+
+@gluon.jit
 def store_rows(result, rows, own, b, hkv, kv_len, WIDTH: gl.constexpr):
     """Store gradients of the keys from ``own`` on into a result of WIDTH columns."""
     LAYOUT: gl.constexpr = rows.type.layout

@@ -151,6 +151,8 @@ def consume_work(
                 tile_index += 1
     sync_consumers()
     out = results.keys
+    if CHECKS_RESULTS:
+        store_check(PART, check_of(total), tile, b, hkv, call)
     if PART == 0:
         v_tile = memory.v.data.index(0).reshape([BLOCK_N, DV])
         if HAS_COMMON:

@@ -233,7 +233,8 @@ def consume_work(
     else:
         lse = LogSum(row_max, gl.zeros_like(row_max))
     row = (head.b * sizes.heads + head.h).to(gl.int64) * sizes.q_len
-    store_lse(results.lse, row, lse, numbers, sizes)
+    if not CHECKS_RESULTS:
+        store_lse(results.lse, row, lse, numbers, sizes)
     if not HALVED:
         acc = warpgroup_mma_wait(0, deps=[adding])
         if PERSISTENT or SKIPS:
@@ -248,6 +249,10 @@ def consume_work(
         acc = acc * keep_factor
     if HAS_COMMON:
         acc = acc * factor_of_weights(scope)
+    if CHECKS_RESULTS:
+        # NaN, or 0 if all of the row is finite.
+        check = gl.convert_layout(gl.sum(acc * 0.0, 1), gl.SliceLayout(1, SCORES))
+        store_lse(results.lse, row, LogSum(lse.shift, lse.rest + check), numbers, sizes)
     store_output(PART, acc, first, q_index, results.out, memory, work)
     return tiles_before + tiles
 
