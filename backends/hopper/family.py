@@ -291,7 +291,7 @@ class _Buffers(NamedTuple):
     """(batch, heads, query tiles) int32, zeros: how many work tiles have added to sums of dQ."""
 
     checks: torch.Tensor | None
-    """(batch, kv_heads, key tiles, 2) fp32: see :attr:`..base.Gradients.checks`."""
+    """(2, batch, kv_heads, kv_len) fp32: see :attr:`..base.Gradients.checks`."""
 
     def checks_of_results(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Those of q's gradient and of k's and v's, if they are made; see :mod:`.sums`."""
@@ -332,7 +332,7 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
         )
         if layout.facts.takes_turns
         else None,
-        checks=empty_fp32(k, batch, k.shape[1], kv_tiles, 2) if layout.checked else None,
+        checks=empty_fp32(k, 2, *k.shape[:3]) if layout.checked else None,
     )
 
 

@@ -128,7 +128,7 @@ def check(name, backend, places, value=torch.nan, dtype=torch.float32, device="c
     for each in ("out", "lse", "q", "k", "v"):
         if each in found:
             torch.testing.assert_close(
-                found[each][:, :, others], clean[each][:, :, others], rtol=least, atol=least / 4
+                found[each][:, :, others], clean[each][:, :, others], rtol=least, atol=least / 2
             )
         if each != "lse":
             assert (found[each][:, :, STARTS[-1] :] == 0.0).all()

@@ -260,13 +260,11 @@ def consume_work(
         tma_wait(0)
     out = results.keys
     dk_out = Tensor(out.dk, out.dk_b, out.dk_h, out.dk_n)
-    store_rows(dk_out, rows_to_store(dk * call.scale), own, b, hkv, sizes.kv_len, HEAD_DIM)
+    store_rows(0, dk_out, rows_to_store(dk * call.scale), own, b, hkv, call, HEAD_DIM)
     if HAS_COMMON:
         dv = dv * factor_of_weights(Scope(Head(b, 0, hkv), sizes, given))
     dv_out = Tensor(out.dv, out.dv_b, out.dv_h, out.dv_n)
-    store_rows(dv_out, rows_to_store(dv), own, b, hkv, sizes.kv_len, VALUE_DIM)
-    if CHECKS_RESULTS:
-        store_check(PART, check_of(dk) + check_of(dv), tile, b, hkv, call)
+    store_rows(1, dv_out, rows_to_store(dv), own, b, hkv, call, VALUE_DIM)
     return tile_index
 
 

@@ -183,7 +183,8 @@ def attention_backward_kv(
     kv_heads, kv_len, HEAD_DIM), its rows ``rows_dk*`` apart, and DV_OUT likewise. Where a factor or
     columns of the score have gradients: FACTOR_SUMS (batch, heads, tiles, 2) and COLUMN_SUMS
     (batch, heads, kv_len), fp32. Where work tiles take turns: TURNS (batch, heads, query tiles),
-    int32, 0 before a launch. Where results are checked: CHECKS (batch, kv_heads, tiles, 2), fp32.
+    int32, 0 before a launch. Where results are checked: CHECKS (2, batch, kv_heads, kv_len), fp32,
+    of dK and dV.
     """
     given = Given(
         #: given

@@ -321,25 +321,18 @@ def gradient_of_score(p_slope, dp, delta):
 
 
 @gluon.jit
-def store_check(PART: gl.constexpr, check, tile, b, hkv, scope):
-    """Store a consumer's check of its results: NaN if one is not finite, or 0."""
-    place = (b * scope.sizes.kv_heads + hkv) * gl.cdiv(scope.sizes.kv_len, BLOCK_N) + tile
-    gl.store(scope.given.CHECKS + place * 2 + PART, check)
-
-
-@gluon.jit
-def check_of(sums):
-    """NaN if an element is not finite, or 0."""
-    return gl.sum(gl.sum(sums * 0.0, 1), 0)
-
-
-@gluon.jit
-def store_rows(result, rows, own, b, hkv, kv_len, WIDTH: gl.constexpr):
-    """Store gradients of the keys from ``own`` on into a result of WIDTH columns."""
+def store_rows(NUMBER: gl.constexpr, result, rows, own, b, hkv, call, WIDTH: gl.constexpr):
+    """Store gradients of the keys from ``own`` on into result NUMBER, dK or dV, of WIDTH columns."""
     LAYOUT: gl.constexpr = rows.type.layout
+    kv_len = call.sizes.kv_len
     keys = own + gl.arange(0, rows.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     fields = gl.arange(0, rows.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     first_row = result.base + (b * result.stride_b + hkv * result.stride_h) * WIDTH
     inside = (keys < kv_len)[:, None] & (fields < WIDTH)[None, :]
     places = (keys.to(gl.int64) * result.stride_n)[:, None] * WIDTH + fields[None, :]
     gl.store(first_row + places, rows, mask=inside)
+    if CHECKS_RESULTS:
+        # NaN, or 0 if all of the row is finite.
+        head = (NUMBER * call.sizes.batch + b) * call.sizes.kv_heads + hkv
+        checks = call.given.CHECKS + head.to(gl.int64) * kv_len
+        gl.store(checks + keys, gl.sum(rows.to(gl.float32) * 0.0, 1), mask=keys < kv_len)

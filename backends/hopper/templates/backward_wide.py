@@ -151,20 +151,18 @@ def consume_work(
                 tile_index += 1
     sync_consumers()
     out = results.keys
-    if CHECKS_RESULTS:
-        store_check(PART, check_of(total), tile, b, hkv, call)
     if PART == 0:
         v_tile = memory.v.data.index(0).reshape([BLOCK_N, DV])
         if HAS_COMMON:
             total = total * factor_of_weights(Scope(Head(b, 0, hkv), sizes, given))
         rows = rows_to_store(total, v_tile)
         dv_out = Tensor(out.dv, out.dv_b, out.dv_h, out.dv_n)
-        store_rows(dv_out, rows, own, b, hkv, sizes.kv_len, VALUE_DIM)
+        store_rows(1, dv_out, rows, own, b, hkv, call, VALUE_DIM)
     else:
         k_tile = memory.k.data.index(0).reshape([BLOCK_N, D])
         rows = rows_to_store(total * call.scale, k_tile)
         dk_out = Tensor(out.dk, out.dk_b, out.dk_h, out.dk_n)
-        store_rows(dk_out, rows, own, b, hkv, sizes.kv_len, HEAD_DIM)
+        store_rows(0, dk_out, rows, own, b, hkv, call, HEAD_DIM)
     return tile_index
 
 

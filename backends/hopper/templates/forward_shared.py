@@ -256,9 +256,7 @@ def natural_peak(row_max, factors):
         lost = gl.fma(peak, ratio, -found) + peak * ratio_lost
         lost = gl.where(gl.abs(found) < float("inf"), lost, 0.0)
     elif not BOUNDED:
-        # Beyond, rounding errors of maxima are exponents that weights have no room for.
-        too_far = (gl.abs(row_max) > MOST_PEAK) & (gl.abs(row_max) < float("inf"))
-        found = gl.where(too_far, float("nan"), row_max * LN2)
+        found = row_max * LN2
     return found, lost
 
 
@@ -289,12 +287,12 @@ def normalise(total, row_max, rows, factors, work):
     A row with no live pair gives zeros and a log-sum-exp of -inf, whose rest is 0.
     """
     scope = work.scope
-    peak, lost = natural_peak(row_max, factors)
     empty = total == 0.0
     if HAS_ROW:
         part = row_of_score(rows.places, rows.origin, rows.parts, scope)
         empty = empty | (part == float("-inf"))
     decay = 1.0
+    peak, lost = natural_peak(row_max, factors)
     if HAS_SINK:
         sink = sink_of_head(scope)
         if HAS_ROW:
@@ -305,11 +303,13 @@ def normalise(total, row_max, rows, factors, work):
         total = total * decay + gl.exp2((sink - top) * LOG2E)
         peak, lost = gl.where(empty, peak, top), 0.0
     total = gl.where(empty, 1.0, total)
+    if not (WIDE or BOUNDED):
+        # Beyond, rounding errors of maxima are exponents that weights have no room for. All weights
+        # of such a row may be 0, as of one with no live pair.
+        too_far = (gl.abs(row_max) > MOST_PEAK) & (gl.abs(row_max) < float("inf"))
+        total = gl.where(too_far, float("nan"), total)
     rest = gl.log(total) + lost
     inverse = decay / total
-    if not (WIDE or BOUNDED):
-        # All weights of a row that is too far may be 0, as of one with no live pair.
-        inverse = gl.where(peak == peak, inverse, float("nan"))
     if HAS_ROW:
         # A sum and what rounding takes from it: D. Knuth, TAOCP, vol. 2, 4.2.2.
         whole = peak + part
