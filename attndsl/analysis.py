@@ -220,10 +220,11 @@ class Analysis(Compiled):
         h_offset: int | None = None,
         b_offset: int | None = None,
         kv_lengths: torch.Tensor | None = None,
+        verbose: bool = True,
         captures: Captures | None = None,
         **named: torch.Tensor | Scalar,
     ) -> str:
-        """What the program saves, in a sentence, and what it is to the compiler, as text to read.
+        """A sentence about what the program saves, and then its decisions, as text to read.
 
         Its parts; which way each part of the mask takes to its tiles, and why; the loops as
         formulas of the tile's index; what would run it. With lengths also how many tiles are live,
@@ -246,6 +247,8 @@ class Analysis(Compiled):
             h_offset: Number in the whole of the first query head.
             b_offset: The same of the first batch entry.
             kv_lengths: (batch,) numbers of keys.
+            verbose: Whether to say how functions are computed, which tiles loops visit, and what
+                runs higher derivatives.
             captures: The program's tensors and params, where lengths are given; those that the
                 mask does not mention may be left out. Those declared with ``= none`` are absent
                 unless they are given.
@@ -273,7 +276,7 @@ class Analysis(Compiled):
             raise ArgumentError("a length is missing", hint="pass both q_len and kv_len")
         asked = Question(
             self._backend, self._checked, device_of(device), (block_m, block_n), head_dim,
-            absent_names(self._optional, {**self._defaults, **given}), doubts,
+            absent_names(self._optional, {**self._defaults, **given}), doubts, verbose,
         )  # fmt: skip
         return explain(lowered, asked, call)
 

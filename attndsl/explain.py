@@ -55,6 +55,9 @@ class Question:
     """Captures that are not there, and that calls may give."""
     doubts: tuple[str, ...] = ()
     """What a call of these lengths hardly can mean."""
+    verbose: bool = True
+    """Whether to say how functions are computed, which tiles loops visit, and what runs higher
+    derivatives."""
 
 
 def explain(lowered: Lowered, asked: Question, call: Call | None = None) -> str:
@@ -96,13 +99,15 @@ def _parts(lowered: Lowered, asked: Question) -> list[str]:
     for name in asked.absent:
         rows.append(f"  absent     {name}: a call that gives it is of another program")
     rows += _gradients(lowered)
-    rows += _forms(lowered)
-    rows += _atoms(lowered)
-    rows += [f"  {line}" for line in print_tiles(lowered.sparsity, *asked.blocks).split("\n")]
+    if asked.verbose:
+        rows += _forms(lowered)
+        rows += _atoms(lowered)
+        rows += [f"  {line}" for line in print_tiles(lowered.sparsity, *asked.blocks).split("\n")]
     try:
         where = asked.backend, device, asked.checked
         chosen, reason = backend_of(lowered, *where, torch.bfloat16)
-        rows.append(f"higher       {_higher(chosen, asked.checked)}")
+        if asked.verbose:
+            rows.append(f"higher       {_higher(chosen, asked.checked)}")
         rows.append(f"backend      {chosen.name} on {device.type}: {reason}")
         in_fp64, _ = backend_of(lowered, *where, torch.float64)
         if in_fp64.name != chosen.name:

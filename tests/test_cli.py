@@ -157,7 +157,7 @@ def test_every_command_takes_imports(attndsl, write):
         lengths = ("--q-len", "32", "-p", "reach=4")
         assert "kv <= q and abs(q - kv) < 4" in attndsl("show", file, "-p", "reach=4")[1]
         assert "live pairs" in attndsl("plot", file, *lengths)[1]
-        assert "q - kv" in attndsl("explain", file, *lengths[:2])[1]
+        assert "q - kv" in attndsl("explain", file, "--verbose", *lengths[:2])[1]
         assert attndsl("run", file, *lengths, "--device", "cpu")[0] == 0
     assert attndsl("fmt", "--check", "local.attn", "near.attn")[0] == 0
     write("near.attn", "def near(x, y) = abs(x - z) < 8\n")
@@ -300,8 +300,8 @@ def test_exact_forms_on_request(attndsl, write):
     file = write("cap.attn", "score = 5 * tanh(score / 5)\n")
     assert "tanh_approx(" in attndsl("show", file, "--stage", "source")[1]
     assert "tanh_approx(" not in attndsl("show", file, "--stage", "source", "--exact")[1]
-    assert "tanh.approx" in attndsl("explain", file)[1]
-    assert "exact forms everywhere" in attndsl("explain", file, "--exact")[1]
+    assert "tanh.approx" in attndsl("explain", file, "--verbose")[1]
+    assert "exact forms everywhere" in attndsl("explain", file, "--exact", "-v")[1]
     assert attndsl("run", file, "--exact", "--q-len", "8", "--head-dim", "8")[0] == 0
 
 
@@ -320,7 +320,11 @@ def test_kernels_of_a_backend(attndsl, write):
 def test_explain(attndsl, write):
     code, out, _ = attndsl("explain", write("a.yaml", "a: q >= kv\nb: score\n"), "--name", "a")
     assert code == 0
+    assert out.startswith("Tiles whose pairs are all masked out cost nothing.")
     assert "cpu on cpu" in out
+    assert len(out.splitlines()) < 8
+    assert "for q tile i" not in out
+    assert "for q tile i" in attndsl("explain", "a.yaml", "--name", "a", "--verbose")[1]
     code, out, _ = attndsl("explain", "a.yaml", "--name", "a", "--q-len", "9", "--head-dim", "32")
     assert code == 0
     assert "1 x 1 heads of 32" in out

@@ -125,8 +125,11 @@ def explain(
     q_len: Annotated[int | None, typer.Option(min=0, help="What this many queries cost.")] = None,
     kv_len: Annotated[int | None, typer.Option(min=0, help="Keys; --q-len by default.")] = None,
     head_dim: Annotated[int, typer.Option(min=1, help="Of q, k and v.")] = 64,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say how functions and tiles are computed too.")
+    ] = False,
 ) -> None:
-    """Say what the compiler makes of a program, and what it costs at given lengths."""
+    """Say what a program saves, what runs it, and what it costs at given lengths."""
     from .inputs import read_declarations, read_program
     from .stages import explain_program
 
@@ -134,7 +137,7 @@ def explain(
     length = kv_len if q_len is None else q_len
     lengths = None if length is None else (length, length if kv_len is None else kv_len)
     declared = read_declarations(param, tensor)
-    print(explain_program(program, declared, device, backend, lengths, exact, head_dim))
+    print(explain_program(program, declared, device, backend, lengths, exact, head_dim, verbose))
 
 
 @app.command()

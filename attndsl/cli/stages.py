@@ -98,15 +98,16 @@ def explain_program(
     lengths: tuple[int, int] | None,
     exact: bool = False,
     head_dim: int = 64,
+    verbose: bool = False,
 ) -> str:
-    """What the compiler makes of ``program``, in words; with lengths also what it costs.
+    """The compiler's decisions about ``program``, in words; with lengths also what it costs.
 
     Raises:
         AttnDSLError: The program has errors.
     """
     attention = compile_program(program, declared, backend, exact)
     if lengths is None:
-        return attention.explain(device, head_dim=head_dim)
+        return attention.explain(device, head_dim=head_dim, verbose=verbose)
     q_len, kv_len = lengths
     import torch
 
@@ -119,7 +120,7 @@ def explain_program(
     read = leaf_names(compiled.mask)
     captures: dict[str, Any] = make_captures(compiled, sizes, "cpu", generator, read)
     text = attention.explain(
-        device, q_len=q_len, kv_len=kv_len, head_dim=head_dim, captures=captures
+        device, q_len=q_len, kv_len=kv_len, head_dim=head_dim, captures=captures, verbose=verbose
     )
     made_up = ", ".join(name for name in captures if name in read)
     if made_up:

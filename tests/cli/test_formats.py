@@ -124,7 +124,7 @@ SIZES = ("--q-len", "16", "--head-dim", "8")
     [
         (("check",), "2 programs: no errors"),
         (("show", "--name", "near", "--stage", "ir"), "q - kv < 3"),
-        (("explain", "--name", "near"), "q - kv < 3"),
+        (("explain", "--name", "near", "--verbose"), "q - kv < 3"),
         (("run", "--name", "near", "--no-check", *SIZES), "near: cpu on cpu"),
         (("plot", "--name", "near"), "Rows near the diagonal."),
         (("plot", "--name", "far"), "causal()"),

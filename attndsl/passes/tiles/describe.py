@@ -29,8 +29,8 @@ _NAMES = {
 
 def print_tiles(sparsity: Sparsity, block_m: int, block_n: int) -> str:
     """Lines that tell each loop's tiles, for tiles of ``block_m`` x ``block_n`` pairs."""
-    lines = [f"tiles of {block_m} queries x {block_n} keys; i is the tile that owns the loop,"]
-    lines.append("tiles the number of tiles along it, whole the number of those without a rest")
+    lines = [f"tiles of {block_m} queries x {block_n} keys; i: index of the tile whose loop it is;"]
+    lines.append("tiles: how many there are along the loop; whole: how many of these are complete")
     for direction in DIRECTIONS.values():
         loop = sparsity.loop(direction, block_m, block_n, shifted=False, indexed=False)
         lines += print_loop(loop, direction)
