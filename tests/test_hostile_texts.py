@@ -10,6 +10,7 @@ from support.hostile import STAGES, TEXTS, is_bounded, run_alone, warm_up
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and asks Linux for memory")
 SAMPLE = {
     "nested mods": ("explain", "triton forward"),
+    "mods of mods": ("explain", "tiles", "triton backward"),
     "and of mods": ("tiles",),
     "or of mods": ("explain", "hopper backward"),
     "params mods": ("explain",),

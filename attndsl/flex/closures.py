@@ -180,7 +180,8 @@ class _Walk:
                 continue
             own = BUILTINS.get(name)
             found.structure.append(name)
-            found.opaque |= own is None or function.__builtins__.get(name) is not own
+            its = function.__builtins__  # type: ignore[attr-defined]
+            found.opaque |= own is None or its.get(name) is not own
         return {**values, **changed} if changed else None
 
     def _partial(self, value: functools.partial[Any]) -> Any:

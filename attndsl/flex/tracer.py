@@ -368,8 +368,8 @@ class Tracer:
         if name == "isin" and len(args) == 2 and not kwargs and _is_row(args[1]):
             # A row's dtype counts, and a value's of no dims does not.
             value = self._wrapped(self.node(args[0]), args[1].dtype).node
-            found = [ar.compare("==", value, x) for x in self._elements(args[1])]
-            return Symbol(self, functions.FOLDS["any"](found))
+            each = [ar.compare("==", value, x) for x in self._elements(args[1])]
+            return Symbol(self, functions.FOLDS["any"](each))
         return None
 
     def _folded(self, name: str, row: View) -> Symbol:

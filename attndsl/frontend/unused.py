@@ -48,7 +48,7 @@ def _reached(tree: s.Tree) -> set[str]:
         read = s.names_in(statement)
         if is_target(statement):
             results |= read
-        elif not isinstance(statement, s.Import):
+        elif not isinstance(statement, (s.Import, s.Bare)):
             readers.setdefault(statement.name.name, set()).update(read)
     found: set[str] = set()
     ahead = list(results)

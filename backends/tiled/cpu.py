@@ -157,10 +157,10 @@ def _forward(
                 part, part_lse = found
                 own.merge(part, LogSum(part_lse, torch.zeros_like(part_lse)))
                 continue
-            for part in span.parts() if plain else (span,):
-                columns = slice(*part.columns)
+            for some in span.parts() if plain else (span,):
+                columns = slice(*some.columns)
                 keys, values = k[place.matrices, columns], v[place.matrices, columns]
-                own.add(part, scorer.span(step, place, part, queries, keys), values)
+                own.add(some, scorer.span(step, place, some, queries, keys), values)
         result, logarithm = own.finish()
         place.store(rows, result)
         for of_all, own_part in zip(rows_of_lse, logarithm, strict=True):

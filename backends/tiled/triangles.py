@@ -196,13 +196,13 @@ def attend(call: Call, triangle: Triangle) -> tuple[torch.Tensor, torch.Tensor] 
                 return None
             total = squares.of_rows(result[:, member])
             total_lse = [squares.of_rows(x[:, member]) for x in logarithm]
-            own_lse = of_one_number(lse.unsqueeze(-1))
+            own_lse = LogSum(*of_one_number(lse.unsqueeze(-1)))
             if squares.causal:
                 total.copy_(part)
             else:
                 # An exponential's last bit depends on where in memory its power lies.
                 before = LogSum(*(x.contiguous() for x in total_lse))
-                own_lse = merge_(total, before, part, LogSum(*own_lse))
+                own_lse = merge_(total, before, part, own_lse)
             for x, own in zip(total_lse, own_lse, strict=True):
                 x.copy_(own)
     if not at_once:

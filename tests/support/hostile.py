@@ -58,6 +58,13 @@ TEXTS["nested mods"] = (
     + "".join(f") % {1000 - i * 7} + q // {i + 2}" for i in range(8))
     + " > 5"
 )
+TEXTS["mods of mods"] = (
+    "mask = "
+    + "(" * 17
+    + "q - kv"
+    + "".join(f") * {i} + q) % {4101 - i}" for i in range(2, 10))
+    + ") > 7"
+)
 TEXTS["and of mods"] = "mask = " + " and ".join(
     f"(q + {i}) % {p} <= (kv * {i + 1}) % {p}" for i, p in enumerate(P[:8])
 )
@@ -431,7 +438,8 @@ score = tanh(u[h] * score)
 
 
 def warm_up() -> None:
-    """Have everything imported that a stage needs."""
+    """Have everything imported that a stage needs, with one thread: forks have no others."""
+    torch.set_num_threads(1)
     for stage in STAGES:
         run(stage, WARM)
 
@@ -501,7 +509,6 @@ def is_bounded(found: tuple[float, int, str]) -> bool:
 
 def main() -> None:
     """Print what breaks the bounds, and the worst of all texts and stages."""
-    torch.set_num_threads(1)
     print(f"additions take {slowness():.1f} times as long as on the machine of the bounds")
     warm_up()
     rows = []

@@ -29,6 +29,8 @@ OFFSETS = {name: param(f"${name}_offset", DType.INT) for name in ("q", "kv")}
 MAX_DIVISIONS, MAX_CONDITIONS, MAX_FACTOR = 8, 512, 1 << 17
 """Rounded divisions of a convex piece of a set of pairs, conditions of all pieces of a set, and
 factors and divisors in them: see M23 in docs/measured.md."""
+MAX_NESTED = 5
+"""Remainders of remainders: each level doubles the time of single operations of isl, and more."""
 _FACTOR = re.compile(r"(?<!\w)(\d+)\*?(?=[A-Za-z(])|(?:/|mod )(\d+)")
 """In isl's text of a set. Constants that are added do not matter."""
 
@@ -98,7 +100,12 @@ class SetBuilder:
             TooComplicated: isl might take long.
         """
         named = symbols_of(mask).named
+        nested: dict[Node, int] = {}
         for item in toposort(mask):
+            own = item.op is Op.MOD and item not in named
+            nested[item] = max((nested[arg] for arg in item.args), default=0) + own
+            if nested[item] > MAX_NESTED:
+                raise TooComplicated
             if item in named:
                 if item.dtype is not DType.FLOAT:
                     self._found[item] = self._parameter(item)
