@@ -19,8 +19,8 @@ from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
 )
 from attndsl.backends.device.library import (
-    dot, dot_add, for_live_pairs, head_of, is_finite, is_number, load_tile, place_of_item, positions, rows_of,
-    shift_of, store_log_sum, store_tile,
+    dot, dot_add, for_live_pairs, head_of, is_finite, is_number, load_tile, place_of_item,
+    positions, rows_of, shift_of, store_log_sum, store_tile,
 )
 
 #: imports
