@@ -1,0 +1,150 @@
+"""Tile sizes and stages that Hopper's kernels have, best first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from support.jobs import job_of
+
+from attndsl.backends.base import Call, Wants
+from attndsl.backends.emit.facts import facts_of
+from attndsl.backends.hopper.family import Hopper
+from attndsl.backends.kernels.kernel import Task
+from attndsl.backends.kernels.machine import machine_of
+from attndsl.pipeline import lower
+from attndsl.source import Source
+
+if TYPE_CHECKING:
+    from attndsl.backends.kernels.config import Config
+
+ALL = Wants(True, True, True, frozenset(), frozenset())
+
+
+def call_of(length: int, head_dim: int) -> Call:
+    q = torch.empty(2, 4, length, head_dim, dtype=torch.bfloat16)
+    k, v = torch.empty(2, 2, 2, length, head_dim, dtype=torch.bfloat16)
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": length, "kv_len": length}
+    return Call(q, k, v, 0.125, {**sizes, "head_dim": head_dim}, {}, {})
+
+
+SMALL, LARGE = (128, 128, 3), (192, 128, 3)
+FORWARDS = [
+    ("score", 64, {2: LARGE, 128: LARGE, 197: SMALL, 384: LARGE, 512: SMALL, 577: SMALL,
+                   1024: SMALL, 2048: LARGE, 8192: LARGE}),
+    ("causal()", 64, {128: LARGE, 1536: SMALL, 3072: SMALL, 4096: LARGE}),
+    ("sliding_window(1024)", 64, {8192: SMALL}),
+    ("sliding_window(4096)", 64, {16384: LARGE}),
+    ("score", 72, {577: (128, 64, 4), 1024: (192, 64, 3), 4096: (192, 64, 3)}),
+    ("causal()", 96, {577: (128, 128, 2), 4096: (192, 64, 3)}),
+    ("score", 128, {256: (128, 64, 4), 1024: (128, 64, 4), 2048: (128, 128, 2)}),
+    ("mask = causal(); weights = dropout(softmax(score), 0.1)", 64, {512: (128, 128, 3)}),
+    ("weights = sigmoid(score)", 128, {512: (128, 128, 2)}),
+    ("score", 256, {512: (128, 64, 2)}),
+]  # fmt: skip
+BACKWARDS = [
+    ("score", 64, {160: 64, 197: 64, 256: 128, 320: 64, 512: 128, 577: 128}),
+    ("causal()", 64, {200: 128}),
+    ("score", 128, {197: 64, 1024: 64}),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "head_dim", "length", "tiles"),
+    [(text, dim, *one) for text, dim, found in FORWARDS for one in found.items()],
+)
+def test_forwards_have_the_tiles_that_suit_their_lengths(text, head_dim, length, tiles):
+    first = _first_config(text, head_dim, length, Task.FORWARD)
+    assert (first.block_m, first.block_n, first.stages) == tiles
+    assert first.persistent == (head_dim <= 128)
+
+
+@pytest.mark.parametrize(
+    ("text", "head_dim", "length", "rows"),
+    [(text, dim, *one) for text, dim, found in BACKWARDS for one in found.items()],
+)
+def test_backwards_have_the_tiles_that_suit_their_lengths(text, head_dim, length, rows):
+    assert _first_config(text, head_dim, length, Task.BACKWARD).block_m == rows
+
+
+def _first_config(text: str, head_dim: int, length: int, task: Task) -> Config:
+    machine, lowered = machine_of("cuda:90"), lower(Source(text), {})
+    call = call_of(length, head_dim)
+    wanted = ALL if task is Task.BACKWARD else None
+    (job,) = Hopper().jobs(lowered, call, task, None, wanted)
+    return job.kernel.configs(job.on(machine), machine)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("param n: int; param m: int; tensor t[heads, n]: float; "
+         "score = score + t[h, t5_bucket(kv - q, n, m)]", 64),
+        ("param n: int; param m: int; tensor t[heads, n]: float; mask = causal(); "
+         "score = score + t[h, t5_bucket_causal(q - kv, n, m)]", 64),
+        ("tensor t[heads, 32]: float; score = score + t[h, t5_bucket(q - kv, 32, 128)]", 128),
+        ("param cap: float; score = softcap(score, cap)", 128),
+        ("param w: int; mask = causal() and q - kv < w", 128),
+    ],
+)  # fmt: skip
+def test_long_scores_with_params_begin_with_few_keys(text, columns):
+    """Larger tiles spill there, and take three compilations to find that out."""
+    machine, lowered = machine_of("cuda:90"), lower(Source(text), {})
+    tensors = {decl.name: torch.zeros(2, 32) for decl in lowered.program.tensors}
+    params = {decl.name: 32.0 if decl.name == "cap" else 32 for decl in lowered.program.params}
+    for head_dim, expected in ((64, 128), (128, columns)):
+        call = call_of(4096, head_dim)
+        call = call._replace(tensors=tensors, params=params)
+        (job,) = Hopper().jobs(lowered, call, Task.FORWARD, None, None)
+        assert job.kernel.configs(job.on(machine), machine)[0].block_n == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "both"),
+    [
+        ("mask = global_tokens(64) or local_window(128)", False),
+        ("param n: int; param w: int; mask = block_diffusion(n, w)", False),
+        ("causal()", False),
+        ("score = tanh(score)", True),
+        ("mask = causal(); score = softcap(score, 30.0)", True),
+    ],
+)
+def test_tiles_without_a_mask_have_a_loop_of_their_own_where_masks_take_long(text, both):
+    """A backward with one loop does a mask's work in all tiles."""
+    machine, lowered = machine_of("cuda:90"), lower(Source(text), {})
+    params = {decl.name: 64 for decl in lowered.program.params}
+    call = call_of(1024, 128)._replace(params=params)
+    job = job_of(lowered, facts_of(lowered.program, call), "backward_kv")
+    found = {config.peeled for config in job.kernel.configs(job, machine)}
+    assert found == ({True, False} if both else {True})
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("param n: int; param w: int; mask = block_diffusion(n, w)", 64),
+        ("param a: int; param c: int; param t: int; mask = sta3d(a, c, t, 2, 2, 2)", 64),
+        ("param n: int; mask = natten2d(n, n, 7, 7)", 128),
+        (f"mask = {' + '.join(f'sin(q * kv / {n}.0)' for n in range(5, 11))} > 0.5", None),
+        ("mask = log(1.0 + q + kv) > 0.5; score = log(1.0 + abs(score)) + log(2.0 + abs(score))",
+         None),
+        ("mask = log(1.0 + abs(score)) + log(2.0 + abs(score)) > 0.5", None),
+    ],
+)  # fmt: skip
+def test_forwards_with_long_masks_have_few_keys(text, columns, head_dim):
+    """A mask is no work of FULL tiles, so that it may take longer than a score."""
+    machine, lowered = machine_of("cuda:90"), lower(Source(text), {})
+    params = {decl.name: 64 for decl in lowered.program.params}
+    call = call_of(1024, head_dim)._replace(params=params)
+    why = Hopper().why_not(lowered, call, Task.FORWARD, None, None)
+    assert (why is None) == (columns is not None), why
+    if columns is None:
+        assert "so much work for each pair" in why
+        return
+    (job,) = Hopper().jobs(lowered, call, Task.FORWARD, None, None)
+    found = job.kernel.configs(job.on(machine), machine)
+    most = 64 if head_dim == 256 else columns
+    assert max(config.block_n for config in found) == most
+    assert head_dim < 256 or {config.stages for config in found} == {2}
