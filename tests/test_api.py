@@ -289,6 +289,18 @@ CALLS = [
         errors.ArgumentError,
         "gain is a float",
     ),
+    (
+        "deterministic",
+        lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4), deterministic=[True]),
+        errors.ArgumentError,
+        "deterministic is a list",
+    ),
+    (
+        "dtype of the output",
+        lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4), out_dtype=[torch.float32]),
+        errors.DTypeError,
+        "out_dtype is",
+    ),
 ]
 
 

@@ -145,6 +145,16 @@ def test_documents_that_differ_by_batch_and_head(check, small_tiles, monkeypatch
     compare(check, text, inputs, g=attndsl.tensor("heads"), **declared)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fewer_rows_than_heads(check, rows):
+    captures = {"t": leaf(4, 37, dtype=torch.float64)}
+    text = "tensor t[heads, n]: float; score = score * t[h, q] + t[h, kv]"
+    inputs = check.inputs(
+        PLACE, torch.float64, q_len=rows, kv_len=37, captures=captures, with_lse=True
+    )
+    compare(check, text, inputs)
+
+
 def test_lengths_of_a_batch(check, small_tiles):
     captures = {"length": torch.tensor([0, 37, 5, 1, 20])}
     text = "tensor length[batch]: int; mask = kv < length[b] and q < length[b]"

@@ -407,6 +407,8 @@ OUT, LSE = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4)
         ((OUT.half(), LSE, OUT), {}, DTypeError, "out is of dtype torch.float16"),
         ((OUT, LSE, OUT, LSE[..., None]), {}, ShapeError, "grad_lse has shape"),
         ((OUT, LSE, OUT), {"wants": ["x"]}, ArgumentError, "no operand 'x'"),
+        ((OUT, LSE, OUT), {"wants": 3}, ArgumentError, "wants is a int"),
+        ((OUT, LSE, OUT), {"wants_captures": LSE}, ArgumentError, "wants_captures is a Tensor"),
         ((OUT, LSE, OUT), {"wants_captures": ["w"]}, ArgumentError, "'w' has no gradient"),
         ((OUT, LSE, OUT), {"wants_captures": ["x"]}, ArgumentError, "'x' has no gradient"),
         ((OUT, LSE, OUT), {"grad_dtype": torch.float16}, DTypeError, "grad_dtype is torch.float16"),

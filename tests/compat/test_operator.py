@@ -22,6 +22,9 @@ from attndsl.operands import (
     parts_of_gradients,
     unpacked,
 )
+from attndsl.runtime.bind import bind
+from attndsl.runtime.location import Location
+from attndsl.runtime.operator import Request, location_of, operands
 from attndsl.runtime.programs import make_spec
 
 TEXT = """
@@ -234,6 +237,33 @@ def test_every_operand_comes_back():
     few = Operands("spec", "auto", False, q, k, v)
     assert unpacked(*packed(few))[:3] == few[:3]
     assert unpacked(*packed(few))[6:] == ([], [], (), [], [], *few[11:20], [], None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"q_offset": 3},
+        {"heads": 8, "kv_heads": 4, "h_offset": 4},
+        {"batch": 5, "b_offset": 3},
+        {"q_len": 20, "q_offset": 4},
+        {"kv_len": 30, "kv_offset": 9, "q_offset": 2},
+        {"q_len": 20, "kv_len": 30, "q_index": torch.arange(7) * 2},
+        {"q_len": 20, "q_offset": torch.tensor([3, 5])},
+    ],
+)
+def test_a_part_lies_where_it_lay(given):
+    program = attndsl.compile("causal()").lowered.program
+    tensors = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 6)
+    call = bind(program, tensors, {}, Location(**given))
+    asked = operands(Request(make_spec("causal()", {}), "cpu", False), call, None)
+    found = bind(program, tensors, {}, location_of(unpacked(*packed(asked))))
+    assert (found.sizes, found.part) == (call.sizes, call.part)
+    places = [
+        [getattr(each, name) for name in ("q_offset", "kv_offset", "q_index", "kv_index")]
+        for each in (found, call)
+    ]
+    torch.testing.assert_close(*places)
 
 
 @hypothesis_given(text=st.text(), backend=st.text(alphabet="ab|%' \\\n25C"))

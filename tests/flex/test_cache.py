@@ -147,6 +147,31 @@ def test_globals_defaults_and_partials_are_seen(traces, monkeypatch):
     assert values == [(None, None)] * 4 + [(11, 12), (12, 13)]
 
 
+def test_a_number_that_a_partial_holds_becomes_a_param(traces):
+    def window(size, b, h, q, kv):
+        return (q - kv < size) & (kv <= q)
+
+    for size in range(3, 10):
+        found = traces.trace(None, functools.partial(window, size))
+    assert found.captures == {"arg0": 9}
+    assert str(found).endswith("mask = q - kv < arg0 and kv <= q\n")
+    assert traces.count < 7
+
+
+def test_a_partial_whose_function_or_argument_changed_is_another():
+    def window(size, b, h, q, kv, more=2):
+        return q - kv < size + more
+
+    made, named = functools.partial(window, 4), functools.partial(window, 4, more=3)
+    assert (reach(made).numbers, reach(named).numbers) == ([2, 4], [2, 4, 3])
+    assert replaced(made, {}) is made
+    for other, last in (
+        (replaced(made, {1: 40}), 41), (replaced(made, {0: 20}), 23), (replaced(named, {2: 30}), 33)
+    ):  # fmt: skip
+        assert other(0, 0, last, 0)
+        assert not other(0, 0, last + 1, 0)
+
+
 def test_globals_of_functions_within_are_seen(traces, monkeypatch):
     def window(b, h, q, kv):
         return (lambda distance: distance < WINDOW)(q - kv)

@@ -31,6 +31,12 @@ def test_names_are_bound_before_they_are_read_and_once(text, at, message):
     assert caught.value.span.text == at
 
 
+@pytest.mark.parametrize("name", ["clamp", "dot", "given", "sliding_window", "where"])
+def test_a_function_of_the_program_goes_before_one_of_its_name(name):
+    text = "def mine(a, b, c) = a + 2 * b - c\nmask = q < mine(kv, h, c=3)"
+    assert read(Source(text.replace("mine", name)), {}) == read(Source(text), {})
+
+
 @pytest.mark.parametrize("name", ["a", "z"])
 def test_dims_declared_in_python_mention_params_whatever_their_order(name):
     bound = {"n": Bound(4), name: TensorSpec(("n",))}

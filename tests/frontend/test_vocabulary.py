@@ -13,6 +13,8 @@ from attndsl.frontend.parse import lexer
 from attndsl.frontend.prelude import prelude_comment, prelude_names
 from attndsl.frontend.reserved import ALWAYS
 from attndsl.frontend.vocabulary import Kind, kinds, terminals, tokens
+from attndsl.pipeline import lower
+from attndsl.source import Source
 
 WORDS = ("import", "param", "tensor", "def", "if", "else", "and", "or", "not", "none")
 
@@ -47,6 +49,11 @@ def test_words_and_names_are_all_there():
     for name in ("window", "doc", "q_idx"):
         assert names.is_free(name)
         assert name not in known
+
+
+@pytest.mark.parametrize("name", sorted(ALWAYS))
+def test_names_that_always_stand_for_a_value_are_declared(name):
+    lower(Source(f"mask = {name} == {name} and q >= kv"), {})
 
 
 @pytest.mark.parametrize("name", prelude_names())

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from support import hf_models
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel, T5Config, WhisperConfig
 
 import attndsl
 from attndsl import errors
+from attndsl.hf.calls import runs_eager_alone
 from attndsl.hf.registering import AttentionInterface
 
 
@@ -28,6 +29,28 @@ def pairs(dtype):
     allowed = (rows[:, None] >= rows) & ((rows[:, None] - rows) % 3 != 1)
     allowed = allowed[None, None].expand(2, 1, -1, -1)
     return allowed if dtype is torch.bool else torch.where(allowed, 0.0, torch.finfo(dtype).min)
+
+
+class OfTexts(PreTrainedModel):
+    config_class = LlamaConfig
+    _supports_sdpa = True
+
+
+class OfSounds(PreTrainedModel):
+    config_class = WhisperConfig
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+
+@pytest.mark.parametrize(
+    ("config", "alone"), [(LlamaConfig, False), (WhisperConfig, True), (T5Config, False)]
+)
+def test_of_models_in_one_file_the_one_of_its_config_says_what_an_attention_may_run(config, alone):
+    assert runs_eager_alone(Layer(config())) == alone
 
 
 @torch.no_grad()

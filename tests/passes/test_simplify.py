@@ -82,6 +82,7 @@ def test_values_stay_bit_for_bit(root: Node, q: int, kv: int, score: float) -> N
         ("not not q < kv", "q < kv"),
         ("q >= kv and true", "q >= kv"),
         ("2 * q - q - q == 0", "true"),
+        ("q + 4 - kv - 1 < 9", "q - kv + 3 < 9"),
         ("q * 1 + 0 < kv", "q < kv"),
         ("where(true, q < kv, q > kv)", "q < kv"),
     ],

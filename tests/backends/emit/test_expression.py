@@ -210,6 +210,15 @@ def test_division_is_plain_only_where_signs_are_known() -> None:
     assert _text(node(Op.MOD, node(Op.SUB, Q, KV), const(4))) == "(q - kv) & 3"
 
 
+def test_shifts_are_clamped_where_they_may_be_too_far() -> None:
+    def is_clamped(amount: Node) -> bool:
+        return "tl.minimum(tl.maximum(" in _text(node(Op.SHR, Q, amount))
+
+    assert not is_clamped(node(Op.MOD, KV, const(32)))
+    assert is_clamped(node(Op.MOD, KV, const(33)))
+    assert is_clamped(node(Op.SUB, node(Op.MOD, KV, const(32)), const(1)))
+
+
 def test_lookups_are_clamped_and_dead_pairs_masked() -> None:
     dims = ("q_len", "kv_len")
     bias = Capture("bias", DType.FLOAT, 2, 16, wide=False, unit_dims=frozenset({1}), dims=dims)

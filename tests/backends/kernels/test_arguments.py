@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,16 @@ def test_results_in_fp32():
     own = call._replace(wide=True)
     assert types(own, Wants()) == [wide] * 2 + [half] * 6 + [wide]
     assert types(call, Wants(wide=True)) == [half] * 2 + [wide] * 3 + [half] * 3 + [wide]
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("value_dim", [24, 32])
+def test_strides_of_the_output_are_those_of_its_width(aligned, value_dim):
+    call = example_call(ATTENTION.lowered, 16, 16, torch.float32, {"w": 3})
+    facts = replace(facts_of(ATTENTION.lowered.program, call), aligned=aligned, value_dim=value_dim)
+    for dim in "bhm":
+        assert template_argument(f"stride_o{dim}", facts).aligned == (value_dim == 32)
+        assert template_argument(f"stride_q{dim}", facts).aligned == aligned
 
 
 def test_a_map_of_positions_takes_the_place_of_their_origin():
