@@ -243,6 +243,8 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             self, captures = self._present(captures)
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
+        elif type(deterministic) is not bool:
+            deterministic = is_deterministic(deterministic)
         in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
         location = (
             None

@@ -13,7 +13,7 @@ from torch.autograd import profiler
 from attndsl.backends.base import Signature
 from attndsl.backends.dense.interpret import evaluate, scope_of
 from attndsl.backends.dense.reference import ReferenceBackend
-from attndsl.errors import UnsupportedError
+from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.runtime.arguments import autocast, check_known, joined, kinds_of, scale_of
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import (
@@ -139,8 +139,16 @@ def without_tensors(call: Call) -> Call:
 
 
 def is_deterministic(asked: bool | None) -> bool:
-    """What a call asks, or what torch says."""
-    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
+    """Tell what a call asks for, or what torch does.
+
+    Raises:
+        ArgumentError: It asks for neither yes nor no.
+    """
+    if asked is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(asked, int):
+        raise ArgumentError(f"deterministic is a {type(asked).__name__}", hint="pass a bool")
+    return bool(asked)
 
 
 class Compiled:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attndsl.errors import ArgumentError
 from attndsl.runtime.arguments import autocast, check_operands
 from attndsl.runtime.distributed import is_dtensor
 
@@ -38,9 +37,6 @@ def refuse_call(
     if is_dtensor(q):
         return
     check_operands(q, k, v)
-    asked = given.get("deterministic")
-    if not (asked is None or isinstance(asked, int)):
-        raise ArgumentError(f"deterministic is a {type(asked).__name__}", hint="pass a bool")
     rest = {name: x for name, x in given.items() if name not in ("return_lse", "tiles")}
     own, arguments = attention._of_call(q, k, rest)
     own._bound(q, k, v, arguments)

@@ -290,10 +290,16 @@ CALLS = [
         "gain is a float",
     ),
     (
-        "deterministic",
+        "deterministic, a list",
         lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4), deterministic=[True]),
         errors.ArgumentError,
         "deterministic is a list",
+    ),
+    (
+        "deterministic",
+        lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4), deterministic="no"),
+        errors.ArgumentError,
+        "deterministic is a str",
     ),
     (
         "dtype of the output",
