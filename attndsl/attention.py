@@ -12,14 +12,20 @@ from torch.compiler import is_dynamo_compiling
 from attndsl.analysis import Analysis
 from attndsl.backends.base import NONE, Call, Signature
 from attndsl.backends.memory_order import rows_contiguous
-from attndsl.compiled import Traced, is_deterministic, without_tensors
+from attndsl.compiled import Traced, without_tensors
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
 from attndsl.other_lengths import OtherLengths, Prepared
 from attndsl.refusals import refuse_call
 from attndsl.repeated import Repeated
-from attndsl.runtime.arguments import autocast, joined, kinds_of, scale_of
+from attndsl.runtime.arguments import (
+    autocast,
+    is_deterministic,
+    joined,
+    kinds_of,
+    scale_of,
+)  # fmt: skip
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import check_has_seed, check_room
 from attndsl.runtime.bind import CallOptions, bind
@@ -241,9 +247,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             captures = {**self._defaults, **captures}
         if self._optional:
             self, captures = self._present(captures)
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        elif type(deterministic) is not bool:
+        if deterministic is not True and deterministic is not False:
             deterministic = is_deterministic(deterministic)
         in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
         location = (

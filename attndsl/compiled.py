@@ -13,8 +13,15 @@ from torch.autograd import profiler
 from attndsl.backends.base import Signature
 from attndsl.backends.dense.interpret import evaluate, scope_of
 from attndsl.backends.dense.reference import ReferenceBackend
-from attndsl.errors import ArgumentError, UnsupportedError
-from attndsl.runtime.arguments import autocast, check_known, joined, kinds_of, scale_of
+from attndsl.errors import UnsupportedError
+from attndsl.runtime.arguments import (
+    autocast,
+    check_known,
+    is_deterministic,
+    joined,
+    kinds_of,
+    scale_of,
+)  # fmt: skip
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import (
     OPERANDS,
@@ -136,19 +143,6 @@ def without_tensors(call: Call) -> Call:
     """What calls of one signature share. ``q.new_empty`` would be of a transform of torch.func."""
     empty = torch.empty(0, dtype=call.q.dtype, device=call.q.device)
     return call._replace(q=empty, k=empty, v=empty, tensors={}, params={})
-
-
-def is_deterministic(asked: bool | None) -> bool:
-    """Tell what a call asks for, or what torch does.
-
-    Raises:
-        ArgumentError: It asks for neither yes nor no.
-    """
-    if asked is None:
-        return torch.are_deterministic_algorithms_enabled()
-    if not isinstance(asked, int):
-        raise ArgumentError(f"deterministic is a {type(asked).__name__}", hint="pass a bool")
-    return bool(asked)
 
 
 class Compiled:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.log_sum import public_lse
-from attndsl.compiled import Compiled, is_deterministic
+from attndsl.compiled import Compiled
 from attndsl.errors import AttnDSLError
 from attndsl.frontend.declare import CALL_ARGUMENTS
 from attndsl.operators import tell_counters
+from attndsl.runtime.arguments import is_deterministic
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.location import Location
 from attndsl.runtime.variants import sizes_of_operands

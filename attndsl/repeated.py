@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.compiled import is_deterministic
+from attndsl.runtime.arguments import is_deterministic
 from attndsl.runtime.programs import pointing_into
 from attndsl.scalars import number_key
 

@@ -162,6 +162,19 @@ def check_is_writable(name: str, x: torch.Tensor) -> None:
         )
 
 
+def is_deterministic(asked: bool | None) -> bool:
+    """Tell what a call asks for, or what torch does.
+
+    Raises:
+        ArgumentError: It asks for neither yes nor no.
+    """
+    if asked is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(asked, int):
+        raise ArgumentError(f"deterministic is a {type(asked).__name__}", hint="pass a bool")
+    return bool(asked)
+
+
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse q, k and v that do not go together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
