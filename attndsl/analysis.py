@@ -63,7 +63,7 @@ class Analysis(Compiled):
         captures: Captures | None = None,
         **named: torch.Tensor | Scalar,
     ) -> TileMap:
-        """Which tiles of the score matrix are EMPTY, PARTIAL and FULL.
+        """Classify the tiles of the score matrix as EMPTY, PARTIAL or FULL.
 
         Never makes a length x length array. Exact where the mask is quasi-affine or evaluated,
         sound otherwise: a live pair is never in an EMPTY tile, a dead one never in a FULL one.
@@ -112,7 +112,7 @@ class Analysis(Compiled):
         batch: int | None = None, heads: int | None = None, *, kv_heads: int | None = None,
         head_dim: int = 64, captures: Captures | None = None, **named: torch.Tensor | Scalar,
     ) -> Reach:  # fmt: skip
-        """Which keys the rows of each tile of queries can see, and how many live tiles that is.
+        """Keys that the rows of each tile of queries can see, and the number of live tiles.
 
         Found without a map of the tiles: masks with a closed form take milliseconds at a million
         keys. Never leaves out a key that a row sees. Where tiles are looked at one by one and there
@@ -156,7 +156,7 @@ class Analysis(Compiled):
         captures: Captures | None = None,
         **named: torch.Tensor | Scalar,
     ) -> Retained:
-        """Which of the first ``kv_len`` keys queries from ``next_q`` on can still see.
+        """Keys among the first ``kv_len`` that queries from ``next_q`` on can still see.
 
         For caches: a key that no later query sees need not be kept. One projection of the mask's
         integer set answers for all positions (:mod:`attndsl.passes.tiles.retained`). A condition

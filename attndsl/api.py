@@ -51,7 +51,7 @@ _PATH = re.compile(r"\s*[^\s()=<>#\[\]]+\.(ya?ml|toml|json|attn)\s*")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to compile programs; as the arguments of :func:`compile`."""
+    """Options of compiling programs, as in the arguments of :func:`compile`."""
 
     backend: str = "auto"
     checked: bool | None = None
@@ -153,7 +153,7 @@ def _no_program(given: object) -> ArgumentError:
 
 
 def _compiled_in_graph(arguments: dict[str, Any]) -> Attention:
-    """What :func:`compile` gives of constants of a graph of ``torch.compile``.
+    """Compile a program from constants of a graph of ``torch.compile``, and keep it for the graph.
 
     Raises:
         UnsupportedError: A tensor is among them.

@@ -344,7 +344,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         self, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], captures: Captures,
         location: Location, options: CallOptions, key: tuple[Any, ...], said: Mapping[str, object],
     ) -> tuple[Prepared, Call]:  # fmt: skip
-        """What is found of a signature's first call, and the call."""
+        """Prepare a signature's first call; return what later calls share, and the call."""
         lowered = self._lowered
         with pointing_into(self._source):
             call = bind(lowered.program, operands, captures, location, options)
@@ -408,7 +408,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             return own._into(made, room)
 
     def _questioned(self, call: Call, said: Mapping[str, object]) -> bool:
-        """Whether a call is hardly meant so, which somebody is told of."""
+        """Warn of what a call hardly can mean; return True if there is any such doubt."""
         if not self._warns:
             return False
         doubts = list(doubts_of_call(self._lowered.program, call, said))
@@ -583,12 +583,12 @@ def on_reference(attention: Attention) -> Attention:
 
 
 def _marks_entries(backend: Backend, terms: Terms | None, call: Call) -> bool:
-    """Whether results tell of wrong numbers; on CPUs looking at these waits for nothing."""
+    """Return True if results tell of wrong numbers; False on CPUs, where checks need no wait."""
     if terms is None or not call.q.is_cuda:
         return False
     return backend.marks_entries(terms.lowered, terms.applied(call))
 
 
 def _is_plain() -> bool:
-    """Whether one forward is all there will be: gradients and transforms mark no entries."""
+    """Return True if a forward is all there will be: gradients and transforms mark no entries."""
     return not torch.is_grad_enabled() and not is_transformed()

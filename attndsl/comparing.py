@@ -78,7 +78,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
-    """What :func:`compare` found; ``print`` shows a table."""
+    """Result of :func:`compare`; ``print`` shows a table."""
 
     rows: tuple[Check, ...]
     backend: str
@@ -94,12 +94,12 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether all results are as near to exact as they may be."""
+        """True if all results are as near to exact as they may be."""
         return all(row.ok for row in self.rows)
 
     @property
     def title(self) -> str:
-        """What was compared, and the verdict, in a line."""
+        """Backend, device, dtype and verdict of the comparison, in a line."""
         failed = [row.name for row in self.rows if not row.ok]
         verdict = f"FAILED: {', '.join(failed)}" if failed else "ok"
         return (
@@ -270,7 +270,7 @@ def compare(
 
 
 def _dead_rows(attention: Attention, case: Case, max_bytes: int) -> int | None:
-    """How many rows of queries have no live pair; :func:`_check_bytes` has allowed the array.
+    """Count rows of queries without a live pair; :func:`_check_bytes` has allowed the array.
 
     None where the program has weights of its own: these may give a score of -inf a weight.
     """
@@ -419,7 +419,7 @@ def _pulled(
 
 
 def _of_rounding(out: torch.Tensor, grad_out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What half a rounding of each element of ``out`` adds to a row's rowsum(dO * O).
+    """Estimate what half a rounding of each element of ``out`` adds to a row's rowsum(dO * O).
 
     A backward takes that sum from the stored output (FlashAttention-2, arXiv 2307.08691, section
     3.1), and it is to gradients what a gradient of the log-sum-exp is. Where few keys share a row,
@@ -461,7 +461,7 @@ def held_to_reference(
 
 
 def _sizes(case: Case) -> dict[str, float]:
-    """How large results are by the sizes of what they are sums of, so that scaled data is as good.
+    """Usual size of each result by the sizes of its factors, so that scaled data is as good.
 
     All are 1 for normal numbers. An output is as large as values, a gradient as its factors are.
     """
@@ -554,7 +554,7 @@ def _mean(x: torch.Tensor) -> float:
 
 
 def _not_finite(name: str, found: torch.Tensor, usual: torch.Tensor, exact: torch.Tensor) -> str:
-    """What is wrong with infinities and NaN; -inf of the lse of a row without keys is right."""
+    """Describe wrong infinities and NaN; -inf is right for the lse of a row without keys."""
     right = (found == exact) & (exact == -torch.inf) if name == "lse" else None
     wrong = [~(x.isfinite() if right is None else x.isfinite() | right) for x in (found, exact)]
     mine, others = (int(x.sum()) for x in wrong)

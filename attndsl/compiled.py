@@ -71,7 +71,7 @@ class Traced:
 
 
 class Made(NamedTuple):
-    """What a compiled program is made of: all that it is."""
+    """Complete state of a compiled program: it is made of these fields alone."""
 
     spec: str
     source: Source
@@ -104,7 +104,7 @@ class CheckedCall(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What calls of one signature share."""
+    """Backend, template call and terms that calls of one signature share."""
 
     backend: Backend
     template: Call
@@ -140,13 +140,16 @@ class Ready(NamedTuple):
 
 
 def without_tensors(call: Call) -> Call:
-    """What calls of one signature share. ``q.new_empty`` would be of a transform of torch.func."""
+    """Copy ``call`` without its tensors, for calls of its signature to share.
+
+    ``q.new_empty`` would be of a transform of torch.func.
+    """
     empty = torch.empty(0, dtype=call.q.dtype, device=call.q.device)
     return call._replace(q=empty, k=empty, v=empty, tensors={}, params={})
 
 
 class Compiled:
-    """What :class:`attndsl.Attention` is beside its calls."""
+    """Base class of :class:`attndsl.Attention`: a compiled program without its calls."""
 
     __slots__ = ()
     _spec: str
@@ -198,7 +201,7 @@ class Compiled:
         return self._lowered
 
     def __prepare_scriptable__(self) -> None:
-        """What ``torch.jit.script`` asks of what it is given.
+        """Refuse ``torch.jit.script``, which calls this method of an object that it is given.
 
         Raises:
             UnsupportedError: Always.
@@ -420,7 +423,7 @@ class Compiled:
         return *operands, type(arguments.get("scale")), *options, kinds, dims
 
     def _dispatched(self, call: Call) -> tuple[Backend, Lowered, Call]:
-        """What runs ``call``, and the program and the call that it gets.
+        """Choose the backend of ``call``; return it with the program and the call that it gets.
 
         Raises:
             AttnDSLError: It cannot run; tiles are wrong, where these are to be checked.
@@ -578,7 +581,7 @@ def bound_call(
 def located_call(
     attention: Compiled, operands: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]
 ) -> tuple[Lowered, Call]:
-    """What a backend gets of a call that is not made.
+    """Program and call that a backend would get of a call that is not made.
 
     Args:
         attention: What would be called.

@@ -100,7 +100,7 @@ class ConfigError(AttnDSLError):
 
 
 class ProgramWarning(AttnDSLError, UserWarning):
-    """What a correct program or call says, and hardly can mean; a warning, with place and hint."""
+    """Warning of what a correct program or call says and hardly can mean, with place and hint."""
 
 
 class UnusedWarning(ProgramWarning):

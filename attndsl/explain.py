@@ -42,7 +42,7 @@ _LONG = 8
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a program is to be explained for."""
+    """Backend, device, tile size and other settings for which a program is to be explained."""
 
     backend: str
     """The backend asked for."""
@@ -166,7 +166,7 @@ def _higher(backend: Backend, checked: bool) -> str:
 
 
 def _forms(lowered: Lowered) -> list[str]:
-    """Which functions may take fast forms; nothing for programs that have none of these."""
+    """Lines on the functions that may take fast forms; none for programs without such functions."""
     derivative = lowered.derivative
     factors = [g.factor for g in derivative.tensors] + [g.factor for g in derivative.params]
     factors += [g.factor for g in derivative.products]
@@ -195,7 +195,7 @@ def _cost(
     tiles: TileCounts | None,
     refusal: str,
 ) -> list[str]:
-    """How many tiles are live at these lengths, and what they cost; or why nobody counts them.
+    """Lines on live tiles at these lengths and their cost, or the reason why nobody counts them.
 
     Work counts two matrix products a visited tile forward, five backward in one pass and seven in
     two, of 2 * block_m * block_n * head_dim operations each.

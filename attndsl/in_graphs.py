@@ -89,7 +89,7 @@ class InGraphs(Compiled):
         self, own: str, kinds: Sequence[tuple[Any, ...]], names: tuple[Sequence[str], ...],
         numbers: Mapping[str, Any],
     ) -> tuple[Any, ...] | None:  # fmt: skip
-        """What :func:`attndsl.runtime.graph.arguments_of` finds, and whether lse is asked for.
+        """Result of :func:`attndsl.runtime.graph.arguments_of`, and whether lse is asked for.
 
         This runs while a graph is made, and no graph holds it.
 

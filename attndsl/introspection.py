@@ -1,4 +1,4 @@
-"""What a call of a program takes, for frameworks that pass it and for editors that complete it."""
+"""Arguments of a program's calls, for frameworks that pass and for editors that complete them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Param:
 
     @property
     def required(self) -> bool:
-        """Whether each call must give it."""
+        """True if each call must give the param."""
         return self.default is None and not self.optional
 
 
@@ -58,7 +58,7 @@ class Tensor:
 
     @property
     def required(self) -> bool:
-        """Whether each call must give it."""
+        """True if each call must give the tensor."""
         return self.default is None and not self.optional
 
 
@@ -107,7 +107,7 @@ class Introspection(Compiled):
 
 
 def _signature(attention: Introspection) -> inspect.Signature:
-    """Of a call: q, k, v, the program's own captures, and the options of every call.
+    """Signature of a call: q, k, v, the program's own captures, and the options of every call.
 
     A capture whose name no keyword can be is left out; it goes into ``captures``.
     """

@@ -329,7 +329,7 @@ def substitute(root: Node, replacements: Mapping[Node, Node]) -> Node:
 
 
 def substitute_on(root: Node, done: dict[Node, Node]) -> Node:
-    """As :func:`substitute`; ``done`` has the replacements, and gets what each other node became.
+    """Replace nodes as :func:`substitute` does; ``done`` has the replacements, and gets results.
 
     So the next call with it goes over nodes that are new to it only.
     """
@@ -400,7 +400,7 @@ def mentions(*roots: Node, name: str) -> frozenset[Node]:
 
 
 def reads_score(root: Node | None) -> bool:
-    """Whether an expression, if there is one, varies with the incoming score."""
+    """Return True if there is an expression and it varies with the incoming score."""
     return root is not None and "score" in dependencies(root)[root]
 
 

@@ -60,7 +60,7 @@ def pad_strides(
 
 
 def _is_channels_last(strides: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a 4-D or 5-D tensor is dense with dim 1 innermost."""
+    """Return True if a 4-D or 5-D tensor is dense with dim 1, of size other than 1, innermost."""
     if len(sizes) not in (4, 5) or sizes[1] == 1:
         return False
     dense = 1

@@ -60,7 +60,7 @@ def make_captures(
 
 @dataclass(frozen=True, slots=True)
 class MadeUp:
-    """What a picture's captures are where nobody gave any."""
+    """Captures that are made up for a picture where nobody gave any."""
 
     tensors: Mapping[str, torch.Tensor]
     params: Mapping[str, bool | int | float]
@@ -74,7 +74,7 @@ def make_for_picture(
     seed: int = 0,
     given: Mapping[str, object] | None = None,
 ) -> MadeUp:
-    """What a picture of ``program`` takes in place of the captures that ``given`` lacks.
+    """Make up the captures that ``given`` lacks for a picture of ``program``.
 
     Tensors are those of :func:`make_captures`, except ids, which are a few sorted runs.
 
@@ -187,7 +187,7 @@ def _by_position(decl: TensorDecl) -> bool:
 
 
 def _are_ids(decl: TensorDecl) -> bool:
-    """Whether ``decl`` numbers documents, by its name or by running along positions."""
+    """Return True if ``decl`` numbers documents, by its name or by running along positions."""
     if decl.dtype is not DType.INT or not decl.dims:
         return False
     return _by_position(decl) or _IDS.search(decl.name) is not None

@@ -57,7 +57,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """As of the base class."""
+        """Take the arguments of the base class, and register a forward pre-hook."""
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim,
             batch_first, device, dtype,

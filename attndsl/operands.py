@@ -27,7 +27,7 @@ SCHEMA = "Tensor[] tensors, str what, SymInt[] ints, float[] floats"
 
 
 class Operands(NamedTuple):
-    """What stands for a call in the operators' arguments."""
+    """Contents of a call, as :func:`packed` writes them into the operators' arguments."""
 
     spec: str
     """The program, see :mod:`attndsl.runtime.programs`."""
@@ -77,7 +77,7 @@ class Arguments(NamedTuple):
 
 
 class AskedGradients(NamedTuple):
-    """What is asked of the operator of gradients."""
+    """Gradients that the operator of gradients is asked for, and their form."""
 
     wants: Sequence[bool]
     """For q, k, v, captured tensors and params that are tensors."""
@@ -95,7 +95,7 @@ class AskedGradients(NamedTuple):
 
 
 class Heading(NamedTuple):
-    """What ``what`` says of a call."""
+    """Fields of a call in the operators' string argument ``what``."""
 
     spec: str
     backend: str
@@ -111,12 +111,12 @@ class Heading(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """How many tensors may have gradients: q, k, v, captured tensors, params."""
+        """Number of tensors that may have gradients: q, k, v, captured tensors, params."""
         return 3 + self.tensors + sum(self.is_given)
 
     @property
     def plain(self) -> bool:
-        """Whether no value of a tensor is looked at, so that shapes and numbers say everything."""
+        """True if no value of a tensor is looked at, so that shapes and numbers say everything."""
         return not (self.checked or self.positions or self.is_part or any(self.is_given))
 
 
@@ -146,7 +146,7 @@ def packed(given: Operands) -> Arguments:
 
 
 def _encoded(text: str) -> str:
-    """Of ASCII text, what :func:`urllib.parse.unquote` reads. Dynamo follows it."""
+    """Encode ASCII text for :func:`urllib.parse.unquote` to read. Dynamo follows it."""
     for character, code in _ENCODED:
         text = text.replace(character, code)
     return text
@@ -194,7 +194,7 @@ def parts_of_gradients(
 
 @lru_cache(maxsize=4096)
 def asked_of(what: str) -> tuple[AskedGradients, str]:
-    """What is asked of gradients, and the call's ``what``."""
+    """Split the string of a gradient call into the gradients asked for and the call's ``what``."""
     line, rest = what.split("|", 1)
     (wants, *flags) = line.split(" ")
     chosen = [bit == "1" for bit in wants.removeprefix("wants=")]
@@ -203,7 +203,7 @@ def asked_of(what: str) -> tuple[AskedGradients, str]:
 
 @lru_cache(maxsize=4096)
 def heading(what: str) -> Heading:
-    """What the string of a call says."""
+    """Parse the string argument ``what`` of a call."""
     line, backend, spec = what.split("|")
     words = line.split(" ")
     values = dict(word.split("=") for word in words if "=" in word)

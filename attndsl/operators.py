@@ -50,7 +50,7 @@ _LIBRARY.define(f"backward({SCHEMA}) -> Tensor[]")
 
 @cache
 def _runs() -> Any:
-    """What runs calls. It is looked up once, which takes 0.6 us."""
+    """Module that runs calls. It is looked up once, which takes 0.6 us."""
     return import_module(_RUNS)
 
 
@@ -100,14 +100,14 @@ def _fake_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torc
 
 
 def _empty_like(like: torch.Tensor, width: int, wide: bool) -> torch.Tensor:
-    """What backends return for ``like``, of its memory order; in fp32 if it is ``wide``."""
+    """Empty tensor like a backend's result for ``like``, of its memory order; fp32 if ``wide``."""
     order = import_module(_ORDERS).memory_order(like, width, _less)
     found: torch.Tensor = order.empty(like, torch.float32 if wide else None)
     return found
 
 
 def _less(a: int, b: int) -> bool:
-    """Whether ``a < b``; False where a graph is for sizes that depend on data."""
+    """Return True if ``a < b``; False where a graph is for sizes that depend on data."""
     if type(a) is int and type(b) is int:
         return a < b
     symbolic = import_module("torch.fx.experimental.symbolic_shapes")
@@ -132,7 +132,7 @@ class AttnDSLForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
-        """Of each argument."""
+        """Gradient of each argument, or None."""
         plain = (None,) * 4
         *tensors, out, lse = ctx.saved_tensors
         if grad_out is None and grad_lse is None:
@@ -157,7 +157,7 @@ class AttnDSLBackward(torch.autograd.Function):
     def forward(
         ctx: Any, below: Any, what: str, ints: Any, floats: Any, *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
-        """As of :class:`AttnDSLForward`."""
+        """Run ``attndsl::backward`` below autograd; see :class:`AttnDSLForward`."""
         with _BELOW():
             return tuple(_OPERATORS["backward"].redispatch(below, [*tensors], what, ints, floats))
 
@@ -180,13 +180,13 @@ _HARDWARE = frozenset(
 
 @cache
 def _is_above_hardware(keys: int) -> bool:
-    """Whether what runs a call comes next after autograd: sets of keys take long to look at."""
+    """Return True if a call runs right after autograd: sets of keys take long to look at."""
     below = torch._C.DispatchKeySet.from_raw_repr(keys) & _AFTER
     return below.highestPriorityTypeId() in _HARDWARE
 
 
 def _refuse_tangents(tensors: Any) -> None:
-    """What runs calls would drop tangents without a word."""
+    """Refuse tensors with tangents, which the kernels of operators drop without a word."""
     unpack: Any = forward_ad.unpack_dual
     if any(unpack(x).tangent is not None for x in tensors):
         raise UnsupportedError(
@@ -215,7 +215,7 @@ def _one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> tuple[Any
 
 
 def _differentiable(name: str, kernel: Callable[..., Any], function: Any) -> Callable[..., Any]:
-    """What runs an operator where torch differentiates.
+    """Make the kernel that runs an operator where torch differentiates.
 
     ``torch.library.register_autograd`` does the same and takes 20 us more, for arguments of any
     kind and for calls that need no gradient: see M53 in docs/measured.md.

@@ -1,4 +1,4 @@
-"""What was found of a call, for calls that differ from it in the number of keys alone.
+"""Findings of a call, kept for calls that differ from it in the number of keys alone.
 
 A cache of keys grows from step to step, so that each of its calls is the first of its signature. To
 bind such a call takes longer than its attention on a CPU: see M57 in docs/measured.md.
@@ -29,7 +29,7 @@ _KINDS = 14
 
 
 class Prepared(NamedTuple):
-    """What was found of the calls of one signature."""
+    """Backend, template call and checks of values that were found for calls of one signature."""
 
     backend: Backend
     template: Call
@@ -59,7 +59,7 @@ class OtherLengths:
         self._kept[key] = prepared
 
     def of(self, signature: tuple[Any, ...]) -> Prepared | None:
-        """What was found, for a call of this signature; None where no call was like it."""
+        """Findings for a call of this signature; None where no earlier call was like it."""
         if not self._kept or (key := _key(signature)) is None or asks_to_verify():
             return None
         length = signature[_K][2]

@@ -54,7 +54,7 @@ __all__ = [
 
 
 class Variant(NamedTuple):
-    """Which of the programs of a text and its declarations is meant."""
+    """Choice of one of the programs of a text and its declarations."""
 
     sink: bool = True
     """Whether the program's sink stays. Tensors that it alone mentions do."""
@@ -81,7 +81,7 @@ def check(source: Source, declared: Mapping[str, Declared]) -> None:
 
 
 def warnings_of(source: Source, declared: Mapping[str, Declared]) -> tuple[ProgramWarning, ...]:
-    """As :func:`check`, and what a program without errors says and hardly can mean.
+    """Check a program as :func:`check` does; return warnings of what it hardly can mean.
 
     Args:
         source: The text.

@@ -31,7 +31,7 @@ _LEARNS = 2
 
 
 class _Known(NamedTuple):
-    """What calls like one before share."""
+    """Program, prepared call and signature that calls like one before share."""
 
     own: Compiled
     """The program of the call, whose captures may be others than those of the program asked."""
@@ -58,7 +58,7 @@ class Repeated:
     def put(
         self, operands: Operands, room: torch.Tensor, captures: Mapping[str, Any]
     ) -> torch.Tensor:
-        """As :meth:`attndsl.Attention.put` of these operands."""
+        """Run :meth:`attndsl.Attention.put` of these operands."""
         known = self._known
         if known is None or not _fits(known, operands, captures):
             found: torch.Tensor = self._attention.put(
@@ -77,7 +77,7 @@ class Repeated:
         how: Asked,
         captures: Mapping[str, Any],
     ) -> Gradients:
-        """As :meth:`attndsl.Attention.backward` of these operands.
+        """Run :meth:`attndsl.Attention.backward` of these operands.
 
         Args:
             operands: q, k and v.
@@ -120,7 +120,7 @@ class Repeated:
 
 
 def _signature(operands: Operands, captures: Mapping[str, Any]) -> tuple[object, ...]:
-    """What must be the same. Dims may depend on params, whose values are few."""
+    """Key that repeated calls share. Dims may depend on params, whose values are few."""
     found: list[object] = [torch.are_deterministic_algorithms_enabled()]
     for x in (*operands, *captures.values()):
         if isinstance(x, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What a mask saves, in one sentence or two for people who never think of tiles."""
+"""Savings by a mask, in one sentence or two for people who never think of tiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_SMALL = 1 << 22
 def saving(
     lowered: Lowered, blocks: tuple[int, int], call: Call | None, counts: TileCounts | None
 ) -> str:
-    """How the work compares with that of dense attention, and what has to be found out for it.
+    """Compare the work with that of dense attention, and tell what has to be found out for it.
 
     Args:
         lowered: The program.
@@ -66,7 +66,7 @@ def saving(
 def smaller_tiles(
     lowered: Lowered, call: Call, blocks: tuple[int, int], counts: TileCounts
 ) -> str | None:
-    """How much less small tiles would visit; None where that is little, or nobody knows.
+    """Text on how much less small tiles would visit; None where that is little or unknown.
 
     Args:
         lowered: The program.

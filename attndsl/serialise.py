@@ -143,7 +143,7 @@ def lowered_to_json(lowered: Lowered, text: str | None = None) -> dict[str, Any]
 
 
 def lowered_from_json(data: Any, text: str | None = None) -> Lowered:
-    """What :func:`lowered_to_json` wrote, of the same ``text``.
+    """Load the program that :func:`lowered_to_json` wrote, of the same ``text``.
 
     Raises:
         SerialiseError: ``data`` is damaged or of another format.

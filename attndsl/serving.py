@@ -85,7 +85,7 @@ _MAX_SIGNATURES = 4096
 
 
 class _Rest(NamedTuple):
-    """What a step is beside its tensors."""
+    """Arguments of a step beside its tensors: heads, scale and output dtype."""
 
     heads: Location
     """Which heads it has."""
@@ -195,7 +195,7 @@ class Serving(Compiled):
         most_queries: int | None = None,
         most_chunks: int | None = None,
     ) -> ServingPlan:
-        """What the layers of one step share, made once: their calls get it as ``plan``.
+        """Make, once, the plan that the layers of one step share: their calls get it as ``plan``.
 
         The layers run this program. Their caches have pages of one size, and one table and lengths.
         The numbers are those of :meth:`serve`. Values of the step are looked at here and not by
@@ -358,7 +358,7 @@ class Serving(Compiled):
     def _prepared_step(
         self, step: Step, request: Request, given: Captures, rest: _Rest
     ) -> Prepared | None:
-        """What kernels that read pages need for steps like this; None if keys are gathered."""
+        """Prepare steps like this for kernels that read pages; None if keys are gathered."""
         cache = request.cache
         tokens, heads, dim = step.q.shape
         # None of 0 queries, and capacities that are not known.
@@ -394,7 +394,7 @@ class Serving(Compiled):
     def _chunked(
         self, step: Step, request: Request, given: Captures, rest: _Rest
     ) -> Chunked | None:
-        """What runs requests with many queries; None where they are run as all others."""
+        """Prepare the run of requests with many queries; None where they run as all others."""
         cache, most_chunks = request.cache, request.numbers[1]
         assert most_chunks is None or isinstance(most_chunks, int)
         slots = slots_of(step, cache, most_chunks)

@@ -20,7 +20,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class BundlePlace(NamedTuple):
-    """Where a bundle of compiled kernels lies."""
+    """Path of a bundle of compiled kernels, and the digest that it has to have."""
 
     path: Path
     digest: str | None = None
@@ -75,7 +75,7 @@ def starts_quickly() -> bool:
 
 
 def _switch(name: str, default: bool) -> bool:
-    """Whether a variable of the environment is on; an empty one is not set.
+    """Return True if a variable of the environment is on; an empty one is not set.
 
     Raises:
         ConfigError: It is neither on nor off.

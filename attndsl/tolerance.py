@@ -1,4 +1,4 @@
-"""How far each element of a result may lie off: a bound of its own for every row.
+"""Largest allowed error of each element of a result: a bound of its own for every row.
 
 :mod:`attndsl.backends.dense.spreads` derives what rounding may do to an element. A result may be
 ``SPREADS`` times as far off, and by the rounding of the result itself.
@@ -76,7 +76,7 @@ def spreads_of(attention: Attention, case: Case, dtype: torch.dtype) -> dict[str
 def largest_allowed(
     exact: torch.Tensor, usual: torch.Tensor, spread: torch.Tensor, dtype: torch.dtype, rows: bool
 ) -> torch.Tensor:
-    """How far each element of a result may be off.
+    """Largest allowed error of each element of a result.
 
     Args:
         exact: The result of the reference in fp64; finite.

@@ -68,7 +68,7 @@ class Views(Compiled):
         captures: Captures | None = None,
         **named: torch.Tensor | Scalar,
     ) -> torch.Tensor:
-        """Which pairs take part, as an array.
+        """Array of the query-key pairs that take part.
 
         Args:
             q_len: Number of queries.

@@ -27,7 +27,7 @@ _OPERANDS = ("q", "k", "v")
 
 
 class Warmed(NamedTuple):
-    """What came of one program."""
+    """Outcome of warming up one program: its seconds, and its error if any."""
 
     name: str
     seconds: float

@@ -1,4 +1,4 @@
-"""What a backend is: a checked call in, tensors out."""
+"""Backend interface: a checked call in, tensors out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TileKinds:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of a larger call a call is.
+    """Place of a call within the larger call that it is a part of.
 
     No backend gets one: :func:`attndsl.runtime.parts.localised` says it in the program's terms.
     """
@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What a part's dropout counts by: the numbers that its pairs have in the whole.
+    """Numbers that a part's pairs have in the whole call, by which its dropout counts.
 
     See :mod:`.dense.philox`: the pair of row ``i``, key ``j``, batch entry ``b`` and head ``h`` of
     the call's tensors is drawn as that of ``q_start + i``, ``kv_start + j``, ``b_offset + b`` and
@@ -76,7 +76,7 @@ class Draws:
 
 
 class Signature:
-    """What calls of one signature share: that they do, and the program's name."""
+    """Signature that calls share: its identity, the program's name, and strides of a backward."""
 
     __slots__ = ("name", "steps")
 
@@ -146,19 +146,19 @@ class Call(NamedTuple):
 
     @property
     def shifted(self) -> bool:
-        """Whether rows and logical positions may differ by an offset."""
+        """True if rows and logical positions may differ by an offset."""
         return any(
             not isinstance(offset, int) or offset != 0 for offset in (self.q_offset, self.kv_offset)
         )
 
     @property
     def indexed(self) -> bool:
-        """Whether logical positions are looked up."""
+        """True if logical positions are looked up."""
         return self.q_index is not None or self.kv_index is not None
 
     @property
     def has_plain_positions(self) -> bool:
-        """Whether no tensor says where the rows are, nor by which numbers dropout draws."""
+        """True if no tensor or part says where rows are, or by which numbers dropout draws."""
         return (
             self.q_index is None and self.kv_index is None and self.part is None
             and type(self.q_offset) is int and type(self.kv_offset) is int
@@ -273,13 +273,13 @@ class Form(NamedTuple):
 
 
 def name_of_call(lowered: Lowered, call: Call) -> str:
-    """What profiles and logs call the program of ``call``."""
+    """Name of the program of ``call`` in profiles and logs."""
     return short_form(lowered) if call.signature is None else call.signature.name
 
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """Which gradients a backward call must compute."""
+    """Gradients that a backward call must compute."""
 
     q: bool = True
     k: bool = True
@@ -369,7 +369,7 @@ BoundBackward = Callable[[Sequence[torch.Tensor], Backward], Gradients]
 
 
 class Backend(Protocol):
-    """How a lowered program runs. Stateless but for caches."""
+    """Runner of lowered programs. Stateless but for caches."""
 
     name: str
     differentiable: bool
@@ -386,7 +386,7 @@ class Backend(Protocol):
     """Whether it runs programs with contractions; others do by :mod:`.widened`."""
 
     def why_not(self, device: torch.device) -> str | None:
-        """Why this backend cannot run on ``device`` here, or None where it can."""
+        """Reason why this backend cannot run on ``device`` here, or None where it can."""
 
     def check(self, lowered: Lowered, call: Call) -> None:
         """Raise :class:`~attndsl.errors.UnsupportedError` naming what this backend cannot do."""
@@ -423,14 +423,14 @@ class Backend(Protocol):
         return bound_call(self.backward, lowered, call)
 
     def marks_entries(self, lowered: Lowered, call: Call) -> bool:
-        """Whether batch entries with wrong ``kv_lengths`` or offsets have results of NaN.
+        """Return True if batch entries with wrong ``kv_lengths`` or offsets have results of NaN.
 
         Otherwise callers look at the values before.
         """
         return False
 
     def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
-        """What runs ``call`` in the end: a backend, and the program and call that it gets."""
+        """Backend that runs ``call`` in the end, and the program and call that it gets."""
         return self, lowered, call
 
     def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
@@ -459,7 +459,7 @@ class Backend(Protocol):
 
 
 def matmul_precision() -> str:
-    """How torch's products of fp32 matrices are set: ``highest``, ``high`` or ``medium``.
+    """Precision of torch's products of fp32 matrices: ``highest``, ``high`` or ``medium``.
 
     Torch has two settings of it since 2.9, and refuses to say the older one once the other is set.
     """
@@ -482,7 +482,7 @@ class ReadsPages(Protocol):
     """A backend that may have kernels for packed requests; others get keys that are gathered."""
 
     def why_not_pages(self, lowered: Lowered, call: Call, pages: Pages) -> str | None:
-        """Why keys of ``pages`` have to be gathered for ``call``, or None."""
+        """Reason why keys of ``pages`` have to be gathered for ``call``, or None."""
 
     def serve(
         self, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
@@ -501,7 +501,7 @@ class ReadsPages(Protocol):
         """
 
     def launch_of(self, lowered: Lowered, call: Call, pages: Pages) -> Any:
-        """What :meth:`launched` takes, for calls as :meth:`serve` has them.
+        """Launch that :meth:`launched` takes, for calls as :meth:`serve` has them.
 
         It is good for calls whose tensors are aligned alike, and whose scales have one sign.
         """
@@ -509,7 +509,7 @@ class ReadsPages(Protocol):
     def launched(
         self, launch: Any, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`serve`, with what :meth:`launch_of` returned for the same signature."""
+        """Run :meth:`serve`, with the result of :meth:`launch_of` for the same signature."""
 
 
 @runtime_checkable
@@ -540,7 +540,7 @@ class FusedForwardMode(ForwardMode, Protocol):
     def forward_with_tangents(
         self, lowered: Lowered, call: Call, moved: Tangents
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """What ``forward`` and then ``tangent`` return; None for calls that have no such kernel.
+        """Results of ``forward`` and then ``tangent``; None for calls that have no such kernel.
 
         Args:
             lowered: The program.

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: rows that kernels read, and results as the input that they belong to.
+"""Memory order of tensors: rows that kernels read, and results as the input that they belong to.
 
 Kernels read rows whose elements lie side by side. :func:`rows_contiguous` sees to that, after the
 last conversion: torch lays out copies by the order of strides, in which the last dim need not be
@@ -29,7 +29,7 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class MemoryOrder:
-    """How a dense tensor (batch, heads, length, width) lies in memory, width innermost."""
+    """Memory order of a dense tensor (batch, heads, length, width), width innermost."""
 
     shape: tuple[int, int, int, int]
     rows: tuple[int, int, int]
@@ -46,7 +46,7 @@ class MemoryOrder:
 
 @dataclass(frozen=True, slots=True)
 class ResultOrders:
-    """How the results of one call lie in memory."""
+    """Memory orders of the results of one call."""
 
     out: MemoryOrder
     q: MemoryOrder
@@ -193,7 +193,7 @@ def arranged_like(
 
 
 def is_window(tensor: torch.Tensor, order: MemoryOrder) -> bool:
-    """Whether ``tensor`` lies as ``order`` says, but for steps between heads and batch entries.
+    """Return True if ``tensor`` lies as ``order`` says, but for steps of heads and batch entries.
 
     These are whole rows, and it begins where a new tensor could.
     """

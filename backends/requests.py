@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Packed(NamedTuple):
-    """Where the queries of packed requests lie: a call's rows are theirs, with room for more."""
+    """Layout of packed requests' queries: a call's rows are theirs, with room for more."""
 
     starts: torch.Tensor
     """(B,) int: the token that is each request's row 0."""
@@ -58,7 +58,7 @@ class ChunkResults(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """What programs read of the requests of a step: (batch,) ints each."""
+    """Ints of a step's requests that programs read: (batch,) each."""
 
     first_query: torch.Tensor
     """Position of the first query, as if all of a request's queries were its last positions."""

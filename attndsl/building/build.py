@@ -51,7 +51,7 @@ class Compiled(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Who is told what happens, in whichever thread it does."""
+    """Callbacks of a build, each called in whichever thread does the work."""
 
     compiled: Callable[[Compiled], None]
     done: Callable[[Warmed], None]
@@ -66,7 +66,7 @@ class Without(NamedTuple):
 
 @dataclass(slots=True)
 class Built:
-    """What came of a build."""
+    """Results of a build."""
 
     store: MemoryStore
     """Entries of kernels and programs."""
@@ -197,7 +197,7 @@ def check_backend(name: str, target: str) -> None:
 
 
 def _backend(name: str, target: str, store: MemoryStore) -> GeneratedBackend:
-    """What runs calls that ask for ``name`` on ``target``, as ``runtime.dispatch`` chooses."""
+    """Backend of calls that ask for ``name`` on ``target``, as ``runtime.dispatch`` chooses."""
     from attndsl.backends.generated.for_any_gpu import triton_backend
     from attndsl.backends.generated.for_decode import decode_backend
     from attndsl.backends.generated.for_short import short_backend

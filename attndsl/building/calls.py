@@ -1,4 +1,4 @@
-"""Which calls a bundle is made for, and calls of a program as the first ones of a process would be.
+"""Calls that a bundle is made for; each of them is made as the first one of a process would be.
 
 A kernel depends on more than the program: on dtypes, head dims, alignment, kinds of positions,
 gradients, and where families differ on lengths. So a bundle is made by calls, each of which gets
@@ -56,7 +56,7 @@ _SEED = 7
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a bundle is to cover; every combination of these."""
+    """Calls that a bundle is to cover: every combination of these values."""
 
     dtypes: tuple[str, ...] = ("bf16",)
     head_dims: tuple[int, ...] = (64,)
@@ -215,7 +215,7 @@ def _positions(position: str, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any
 
 
 def _seeds(program: Program) -> list[dict[str, Any]]:
-    """Of calls in eager mode, where it is a number, and of graphs, where it is a tensor."""
+    """Seeds of calls in eager mode, where each is a number, and in graphs, where it is a tensor."""
     if program.dropout is None:
         return [{}]
     return [{"seed": _SEED}, {"seed": torch.tensor(_SEED)}]

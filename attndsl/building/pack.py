@@ -190,7 +190,7 @@ def _code(recorded: dict[str, Any], built: Built, writer: _Writer) -> tuple[dict
 
 
 def words(about: About) -> str:
-    """What a kernel is, without its program."""
+    """Name, dtype and head dims of a kernel, without its program."""
     dims = "/".join(dict.fromkeys(str(n) for n in (about.head_dim, about.value_dim) if n))
     parts = (about.kernel, about.dtype, dims and f"D{dims}")
     return " ".join(part for part in parts if part)

@@ -45,7 +45,7 @@ _MOST_SIZE = 1 << 20
 
 
 class What(NamedTuple):
-    """Which programs, and for what."""
+    """Programs to build, with their declarations, backend and target."""
 
     files: Sequence[str]
     name: str | None
@@ -137,7 +137,7 @@ def _check_captures(programs: Mapping[str, Attention], asked: Asked) -> None:
 
 
 class _Shown:
-    """What is being compiled, on the terminal: one line that changes, and one for each program."""
+    """Progress of a build on the terminal: one line that changes, and one for each program."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -168,7 +168,7 @@ class _Shown:
 
 
 def read_asked(options: Mapping[str, Any]) -> Asked:
-    """What the options of the command ask for.
+    """Read the calls that a bundle is to cover from the command's options.
 
     Raises:
         UsageError: One of them is not of its form.
@@ -250,7 +250,7 @@ def _capture(text: str) -> tuple[str, torch.dtype]:
 
 
 def covers(asked: Asked) -> list[str]:
-    """What calls a bundle is for, in lines."""
+    """Describe the calls that a bundle covers, in lines."""
     dims = "/".join(map(str, asked.head_dims))
     value = "" if asked.value_dim is None else f", head dim of v {asked.value_dim}"
     heads = ", ".join(f"{own}/{shared}" for own, shared in asked.heads)

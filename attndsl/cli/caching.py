@@ -142,7 +142,7 @@ def print_stats() -> None:
 
 
 def _state(folder: Path) -> str:
-    """Whether entries are kept in ``folder``; if not, why."""
+    """``yes`` if entries are kept in ``folder``, otherwise ``no`` and the reason."""
     if not read_settings().cache:
         return "no (ATTNDSL_CACHE=0)"
     there = next(place for place in (folder, *folder.parents) if place.exists())

@@ -25,7 +25,7 @@ def make_captures(
     generator: torch.Generator,
     read: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """As :func:`attndsl.made_up.make_captures`.
+    """Call :func:`attndsl.made_up.make_captures` for a command.
 
     Raises:
         UsageError: What that refuses.

@@ -79,7 +79,7 @@ def _version(package: str) -> str | None:
 
 
 def _build() -> str:
-    """What torch was built for."""
+    """Platform that torch was built for, with its version: ROCm, CUDA and cuDNN, or CPU."""
     if torch.version.hip is not None:
         return f"ROCm {torch.version.hip}"
     if torch.version.cuda is None:

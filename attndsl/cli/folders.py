@@ -40,7 +40,7 @@ class Skipped(NamedTuple):
 
 
 class Files(NamedTuple):
-    """What the arguments of a command stand for."""
+    """Files that the arguments of a command stand for, and files left alone."""
 
     files: list[str]
     """Each once, in the order of the arguments; those of a folder are sorted."""
@@ -48,7 +48,7 @@ class Files(NamedTuple):
 
 
 def is_pattern(argument: str) -> bool:
-    """Whether ``argument`` stands for files that it matches."""
+    """Return True if ``argument`` is a pattern of file names and nothing of that name exists."""
     return not _MAGIC.isdisjoint(argument) and not os.path.lexists(argument)
 
 
@@ -119,7 +119,7 @@ class _Search:
         return kept
 
     def leads_out(self, entry: os.DirEntry[str], root: str) -> bool:
-        """Whether a file is a link to one that does not lie in ``root``, which is then told."""
+        """Return True, and note the file as skipped, if it is a link to one outside of ``root``."""
         inside = os.path.realpath(entry.path).startswith(os.path.join(root, ""))
         if inside or not entry.is_symlink():
             return False
@@ -145,7 +145,7 @@ class _Search:
                 waiting.append(iter(self.entries(entry.path)))
 
     def entries(self, folder: str) -> list[os.DirEntry[str]]:
-        """What is in ``folder``, sorted; nothing if the folder is not the user's own work."""
+        """Sorted entries of ``folder``; none if the folder is not the user's own work."""
         try:
             with os.scandir(folder) as entries:
                 found = sorted(entries, key=lambda entry: entry.name)
@@ -202,7 +202,7 @@ def _matches(pattern: str, search: _Search) -> list[str]:
 
 
 def _named(base: str, part: str, root: str, search: _Search) -> Iterator[str]:
-    """What in the folder ``base`` is called as ``part`` says, without links that lead out."""
+    """Paths in the folder ``base`` whose names match ``part``, without links that lead out."""
     for entry in search.entries(base or ".") if os.path.isdir(base or ".") else ():
         if not fnmatch.fnmatchcase(entry.name, part) or (entry.is_symlink() and entry.is_dir()):
             continue

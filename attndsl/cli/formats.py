@@ -10,7 +10,7 @@ from attndsl.errors import ConfigError, visible
 
 
 class Format(StrEnum):
-    """How ``attndsl check`` prints what it finds."""
+    """Formats in which ``attndsl check`` prints its findings."""
 
     TEXT = "text"
     JSON = "json"

@@ -53,7 +53,7 @@ class NamedProgram:
 
 
 def is_config(file: str) -> bool:
-    """Whether ``file`` is read as a configuration rather than as one program."""
+    """Return True if ``file`` is read as a configuration rather than as one program."""
     return Path(file).suffix.lower() in SUFFIXES
 
 
@@ -130,7 +130,7 @@ def read_program(file: str, name: str | None, key: str | None = None) -> NamedPr
 
 
 def read_declarations(params: Iterable[str], tensors: Iterable[str]) -> dict[str, Declared]:
-    """What ``-p window=1024`` and ``-t 'gain[heads]: float'`` declare.
+    """Read declarations such as ``-p window=1024`` and ``-t 'gain[heads]: float'``.
 
     Raises:
         UsageError: One of them is not of that form.
@@ -166,7 +166,7 @@ def read_assignment(text: str, option: str) -> tuple[str, bool | int | float]:
 
 
 def read_sizes(written: Iterable[str]) -> dict[str, int]:
-    """What ``--dim n=8`` says of the sizes of dims.
+    """Read sizes of dims such as ``--dim n=8``.
 
     Raises:
         UsageError: One of them is not of that form.

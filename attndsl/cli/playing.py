@@ -46,7 +46,7 @@ def play(program: NamedProgram | None, port: int | None, browser: bool) -> None:
 
 
 def _fragment(program: NamedProgram | None) -> str:
-    """What stands behind the address: the program, and values that a configuration gives it."""
+    """Fragment of the address: the program, and values that a configuration gives it."""
     if program is None:
         return ""
     text, fragment = expand(program.source).text, ""

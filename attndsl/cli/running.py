@@ -47,7 +47,7 @@ _CPU_RUNS = 3
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What to run on."""
+    """Sizes, dtype and device of the calls to run."""
 
     batch: int
     heads: int
@@ -304,7 +304,7 @@ def _live_keys(
 
 
 def _flops(shapes: Shapes, direction: str) -> int:
-    """Of the products alone: two in the forward pass, five in the backward one."""
+    """FLOPs of the products alone: two in the forward pass, five in the backward one."""
     s = shapes
     pairs = s.batch * s.heads * s.q_len * s.kv_len
     if direction == "forward":

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """Which kernels."""
+    """Kind of kernels to compile."""
 
     backend: str
     exact: bool

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionBias:
-    """What all biases are."""
+    """Base class of all biases."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Where sequences begin, and the end."""
+    """Starts of sequences of these lengths, one behind the other, and the end of the last one."""
     found = [0]
     for length in lengths:
         if length < 0:
@@ -203,12 +203,12 @@ class _Windowed(BlockDiagonalMask):
 
 @dataclass(frozen=True)
 class BlockDiagonalCausalLocalAttentionMask(_Windowed):
-    """As :class:`BlockDiagonalCausalMask`, with at most ``window_size`` keys for each query."""
+    """A :class:`BlockDiagonalCausalMask` with at most ``window_size`` keys for each query."""
 
 
 @dataclass(frozen=True)
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(_Windowed):
-    """As :class:`BlockDiagonalCausalFromBottomRightMask`, with at most ``window_size`` keys."""
+    """A :class:`BlockDiagonalCausalFromBottomRightMask` with at most ``window_size`` keys."""
 
 
 @dataclass(frozen=True)

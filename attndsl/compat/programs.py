@@ -43,7 +43,7 @@ PROGRAM = compile_program(TEXT, name="attndsl.compat")
 
 
 class Rows(NamedTuple):
-    """Which keys packed rows may see, each (rows,) int64 on the device."""
+    """Keys that packed rows may see: tensors, each (rows,) int64 on the device."""
 
     first: torch.Tensor
     """The first key of the row's sequence."""
@@ -62,7 +62,7 @@ def packed_rows(
     lengths: torch.Tensor,
     lower_right: bool,
 ) -> Rows:
-    """What :class:`Rows` holds, computed on the device without waiting for it.
+    """Compute :class:`Rows` on the device without waiting for it.
 
     Args:
         rows: Number of packed rows.

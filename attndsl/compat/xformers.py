@@ -113,7 +113,7 @@ def _same_heads(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def _captures(
     bias: object, q: torch.Tensor, k: torch.Tensor
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a bias is to the program, and where the call's rows lie.
+    """Captures that express a bias in the program, and the offset of the call's rows.
 
     Raises:
         UnsupportedError: It is no bias of these.

@@ -93,7 +93,7 @@ class Document(ABC):
 
     @abstractmethod
     def is_none(self, value: Any) -> bool:
-        """Whether ``value`` is what stands for no value: null."""
+        """Return True if ``value`` stands for no value: null."""
 
     def names(self, value: Any) -> list[str] | None:
         """The names of a mapping; None if ``value`` is none."""
@@ -105,7 +105,7 @@ class Document(ABC):
         return [item for item in self.items(value) or () if item.name == name]
 
     def span(self, value: Any) -> Span | None:
-        """Where ``value`` stands, if that is known."""
+        """Span of ``value`` in its file, if that is known."""
         return None
 
     def told(self, value: Any) -> str:
@@ -118,7 +118,7 @@ class Document(ABC):
         return shown(self.written(value)) if written is None else repr(written.text[:_SHOWN])
 
     def written(self, value: Any) -> str:
-        """What stands there for a value that is no text, mapping or list."""
+        """Notation of a value that is no text, mapping or list, for errors."""
         return "nothing" if value is None else repr(value)
 
 

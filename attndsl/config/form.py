@@ -123,7 +123,7 @@ class _Reader:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many errors are known as are shown."""
+        """True if as many errors are known as are shown."""
         return len(self.errors) >= MAX_ERRORS
 
     def take(self, item: Item) -> None:

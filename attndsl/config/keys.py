@@ -66,7 +66,7 @@ def _quoted(part: str) -> str:
 
 
 def find_place(document: Document, key: str | None) -> Place:
-    """What stands at ``key``; the whole document if it is None.
+    """Find the place that ``key`` names; the whole document if it is None.
 
     Raises:
         ArgumentError: ``key`` is no key.
@@ -79,12 +79,12 @@ def find_place(document: Document, key: str | None) -> Place:
 
 
 def told_place(document: Document, place: Place) -> str:
-    """What errors call a place."""
+    """Name of a place in errors."""
     return f"'{shown(key_of(place.parts))}' in {document.name}" if place.parts else document.name
 
 
 def _inner(document: Document, place: Place, part: str) -> Place:
-    """What ``part`` names within ``place``."""
+    """Find the place that ``part`` names within ``place``."""
     inner = (*place.parts, part)
     where = told_place(document, place)
     elements = document.elements(place.value)

@@ -1,4 +1,4 @@
-"""How large a configuration may be: limits that keep any file from filling or hanging anything."""
+"""Limits on the size of a configuration, which keep any file from filling or hanging anything."""
 
 from __future__ import annotations
 

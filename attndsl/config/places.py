@@ -1,4 +1,4 @@
-"""Where in a configuration programs stand, as far as that can be seen from outside.
+"""Places of programs in a configuration, as far as these can be seen from outside.
 
 A text is not marked as a program, and other software has mappings of texts too. So these are
 guesses, by what programs look like; nothing is held to the form here.
@@ -33,7 +33,7 @@ _MAX_LOOKS = 2000
 
 
 def holds_programs(document: Document, place: Place) -> bool:
-    """Whether the mapping at ``place`` looks like programs by name, right or wrong.
+    """Return True if the mapping at ``place`` looks like programs by name, right or wrong.
 
     It does if one of its entries has a ``program``, or if all are texts or have something like it,
     and one text looks like a program.
@@ -55,7 +55,7 @@ def holds_programs(document: Document, place: Place) -> bool:
 
 
 def surely_holds_programs(document: Document, place: Place) -> bool:
-    """Whether the mapping at ``place`` can hardly be of other software, right or wrong.
+    """Return True if the mapping at ``place`` can hardly be of other software, right or wrong.
 
     It has programs under ``program``, or all its entries are texts that look like programs.
     """
@@ -69,7 +69,7 @@ def surely_holds_programs(document: Document, place: Place) -> bool:
 
 
 def speaks_of_programs(text: str) -> bool:
-    """Whether a file's text looks like one that holds programs."""
+    """Return True if a file's text looks like one that holds programs."""
     return _SPEAKS_OF_PROGRAMS.search(text) is not None
 
 
@@ -111,7 +111,7 @@ def _inner(document: Document, place: Place, items: list[Item] | None) -> Iterat
 
 
 def _has_program(document: Document, item: Item) -> float:
-    """How much a key of an entry, whose value is a text, is like ``program``, from 0 to 1."""
+    """Greatest similarity to ``program`` of an entry's keys that hold texts, from 0 to 1."""
     items = document.items(item.value) or ()
     names = [
         inner.name[:20]

@@ -1,4 +1,4 @@
-"""What may be written at a place of a program: names, functions and words, with what they mean."""
+"""Proposals for a place of a program: names, functions and words, with their meanings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Proposal(NamedTuple):
 
 
 def proposals_at(program: Program, offset: int) -> list[Proposal]:
-    """What may be written at ``offset`` of a program, of which a part may stand there already."""
+    """Proposals for ``offset`` of a program, where the beginning of a word may stand already."""
     text = program.source.text
     before = text[text.rfind("\n", 0, offset) + 1 : offset].rpartition(";")[2]
     if "#" in before or '"' in before or _NEW_NAME.match(before):

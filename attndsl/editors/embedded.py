@@ -74,7 +74,7 @@ class Program(NamedTuple):
     is the file."""
 
     def in_file(self, start: int, end: int) -> tuple[int, int]:
-        """Where two offsets of the program are in the file."""
+        """Offsets in the file of a range of the program."""
         if self.places is None:
             return start, end
         last = len(self.places) - 1
@@ -84,7 +84,7 @@ class Program(NamedTuple):
         return first, self.places[min(end, last) - 1] + 1
 
     def in_program(self, offset: int) -> int | None:
-        """Where an offset of the file is in the program; None if it is outside."""
+        """Offset in the program of an offset of the file; None if it is outside."""
         if self.places is None:
             return offset
         # Behind the last line end there is the next line of the file.
@@ -95,7 +95,7 @@ class Program(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a file holds."""
+    """Programs that a file holds, and errors."""
 
     programs: tuple[Program, ...]
     errors: tuple[AttnDSLError, ...] = ()
@@ -132,7 +132,7 @@ def programs_in(text: str, path: str) -> Found:
 
 
 def _keys(document: Document) -> list[str | None]:
-    """Where programs stand."""
+    """Keys of a document's places with programs; None for its root."""
     root = Place(document.root)
     if holds_programs(document, root):
         return [None]

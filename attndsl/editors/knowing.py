@@ -1,4 +1,4 @@
-"""What is known of a name in a program: its meaning, its type, and where it is defined."""
+"""Facts on a name in a program: its meaning, its type, and the place of its definition."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Binding(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """Where a name is defined."""
+    """Place of the definition of a name."""
 
     path: str
     text: str | None
@@ -64,7 +64,7 @@ class Definition(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What is said of a name."""
+    """Markdown on a name, and the offsets of the name."""
 
     start: int
     end: int
@@ -72,7 +72,7 @@ class Note(NamedTuple):
 
 
 def draft_of(program: FileProgram) -> Draft:
-    """What is known of a program, whatever is wrong with it."""
+    """Draft of a program: all that can be read of it, whatever is wrong with it."""
     return read_draft(program.source, dict(program.declared))
 
 
@@ -115,7 +115,7 @@ def token_at(text: str, offset: int) -> Token | None:
 
 
 def note_at(program: FileProgram, offset: int) -> Note | None:
-    """What hovering at ``offset`` of a program says."""
+    """Note that hovering at ``offset`` of a program shows; None for no note."""
     token = token_at(program.source.text, offset)
     if token is None or token.kind in (Kind.COMMENT, Kind.NUMBER, Kind.OTHER):
         return None
@@ -144,7 +144,7 @@ def note_at(program: FileProgram, offset: int) -> Note | None:
 
 
 def definition_at(program: FileProgram, offset: int) -> Definition | None:
-    """Where the name at ``offset`` of a program is defined."""
+    """Place of the definition of the name at ``offset`` of a program; None if none is known."""
     token = token_at(program.source.text, offset)
     if token is None or token.kind in (Kind.COMMENT, Kind.NUMBER, Kind.OTHER):
         return None
@@ -172,7 +172,7 @@ def definition_at(program: FileProgram, offset: int) -> Definition | None:
 
 
 def told_value(given: Declared) -> str:
-    """What a configuration binds a name to."""
+    """Sentence on a configuration's value for a name, or on its leaving the name out."""
     if isinstance(given, Bound):
         return f"The configuration binds it to `{str(given.value).lower()}`."
     return "The configuration leaves it out."
@@ -196,7 +196,7 @@ def _statement_at(draft: Draft, source: Source, offset: int) -> s.Statement | No
 
 
 def _first(statement: s.Statement) -> int:
-    """Where a statement begins, its first word included."""
+    """Offset at which a statement begins, its first word included."""
     span = statement.span
     before = span.source.text[: span.start].rstrip()
     for word in ("param", "tensor", "def", "import"):
@@ -218,7 +218,7 @@ def _code(text: str) -> str:
 
 
 def _of_binding(bound: Binding, draft: Draft) -> str:
-    """What is said of a name that the program binds."""
+    """Markdown on a name that the program binds."""
     span = bound.statement.span
     text = span.source.text[_first(bound.statement) : span.end]
     value = draft.values.names.get(bound.name)
@@ -250,7 +250,7 @@ def _typed(value: Node) -> str:
 
 
 def _of_part(token: Token, statement: s.Statement | None, draft: Draft) -> list[str]:
-    """What is said of mask, score, sink or weights at a place."""
+    """Paragraphs on mask, score, sink or weights at a place; none for other words."""
     values = draft.values
     if not isinstance(statement, s.Assign):
         return []

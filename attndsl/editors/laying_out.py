@@ -31,7 +31,7 @@ class Edit(NamedTuple):
 
 
 def edits_of(text: str, path: str) -> list[Edit]:
-    """What lays the programs of a file out. Programs with errors of syntax stay as they are."""
+    """Edits that lay out a file's programs. Programs with errors of syntax stay as they are."""
     found = programs_in(text, path)
     edits: list[Edit] = []
     for program in found.programs:
@@ -72,7 +72,7 @@ def _in_block(text: str, program: Program, laid: str) -> list[Edit]:
 
 
 def _leaves_the_rest(text: str, path: str, found: Found, edits: list[Edit]) -> bool:
-    """Whether a file with ``edits`` holds the same programs in the canonical layout, and no others.
+    """Return True if ``edits`` leave the file the same programs in canonical layout, and no others.
 
     Any other outcome would change what somebody has written, so nothing is edited then.
     """

@@ -63,7 +63,7 @@ class Lines:
         return start + len(line)
 
     def units(self, text: str) -> int:
-        """How long ``text`` is in units."""
+        """Length of ``text`` in units."""
         if self.encoding == "utf-32" or text.isascii():
             return len(text)
         if self.encoding == "utf-8":

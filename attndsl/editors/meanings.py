@@ -1,4 +1,4 @@
-"""What the words and names of the language mean, in a sentence each."""
+"""Meanings of the words and names of the language, in a sentence each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Meaning(NamedTuple):
-    """What a name of the language means."""
+    """Meaning of a name of the language."""
 
     name: str
     kind: Kind
@@ -109,7 +109,7 @@ _FUNCTIONS = {
 
 
 def meaning_of(name: str) -> Meaning | None:
-    """What ``name`` means where no program binds it; None for other names."""
+    """Meaning of ``name`` where no program binds it; None for other names."""
     kind = kinds().get(name)
     if kind is None:
         return None

@@ -1,4 +1,4 @@
-"""What is wrong with a file, and what it hardly can mean, at the places of the file.
+"""Problems of a file: errors, and text that hardly means what it says, at their places in the file.
 
 Non-goals: what calls get wrong; programs of files other than the one that is open.
 """
@@ -36,7 +36,7 @@ _BOUND = "<param> "
 
 
 class Level(Enum):
-    """How much a problem weighs."""
+    """Severity of a problem."""
 
     ERROR = "error"
     WARNING = "warning"

@@ -205,7 +205,7 @@ def _diagnostic(problem: Problem, file: File) -> t.Diagnostic:
 
 
 def note_in(file: File, position: t.Position) -> t.Hover | None:
-    """What hovering says."""
+    """Text that hovering at a position shows; None for no text."""
     offset = file.offset(position)
     at = program_at(programs_in(file.lines.text, file.path), offset)
     note: Note | None = None if at is None else note_at(*at)
@@ -216,7 +216,7 @@ def note_in(file: File, position: t.Position) -> t.Hover | None:
 
 
 def completions_in(file: File, position: t.Position, snippets: bool) -> list[t.CompletionItem]:
-    """What may be written at a place."""
+    """Completions at a position."""
     at = program_at(programs_in(file.lines.text, file.path), file.offset(position))
     return [] if at is None else [_completion(each, snippets) for each in proposals_at(*at)]
 
@@ -234,7 +234,7 @@ def _completion(proposal: Proposal, snippets: bool) -> t.CompletionItem:
 
 
 def location_in(file: File, position: t.Position) -> t.Location | None:
-    """Where a name is defined."""
+    """Location of the definition of the name at a position; None if none is known."""
     at = program_at(programs_in(file.lines.text, file.path), file.offset(position))
     found: Definition | None = None if at is None else definition_at(*at)
     if at is None or found is None:
@@ -246,7 +246,7 @@ def location_in(file: File, position: t.Position) -> t.Location | None:
 
 
 def layout_of(file: File) -> list[t.TextEdit]:
-    """What lays a file out."""
+    """Edits that lay out the programs of a file."""
     edits: list[Edit] = edits_of(file.lines.text, file.path)
     return [t.TextEdit(file.range(each.start, each.end), each.text) for each in edits]
 
@@ -331,7 +331,7 @@ def make_server() -> AttnServer:
 
 
 def takes_snippets(capabilities: t.ClientCapabilities) -> bool:
-    """Whether the editor fills in the places of a snippet."""
+    """Return True if the editor fills in the places of a snippet."""
     documents = capabilities.text_document
     item = documents and documents.completion and documents.completion.completion_item
     return bool(item and item.snippet_support)

@@ -61,7 +61,7 @@ def floating(value: Value) -> Node:
 
 
 def boolean(value: Value) -> Node:
-    """Whether ``value`` is not 0."""
+    """Condition that ``value`` is not 0."""
     return to(value, DType.BOOL)
 
 
@@ -196,7 +196,7 @@ def compare(op: str, a: Value, b: Value) -> Node:
 
 
 def both(a: Value, b: Value) -> Node:
-    """Whether both hold; constants are left out."""
+    """Condition that both hold; constants are left out."""
     x, y = boolean(a), boolean(b)
     if x is FALSE or y is FALSE:
         return FALSE
@@ -206,7 +206,7 @@ def both(a: Value, b: Value) -> Node:
 
 
 def either(a: Value, b: Value) -> Node:
-    """Whether any holds; constants are left out."""
+    """Condition that at least one holds; constants are left out."""
     x, y = boolean(a), boolean(b)
     if x is TRUE or y is TRUE:
         return TRUE
@@ -216,7 +216,7 @@ def either(a: Value, b: Value) -> Node:
 
 
 def negation(a: Value) -> Node:
-    """Whether ``a`` does not hold."""
+    """Condition that ``a`` does not hold."""
     x = boolean(a)
     return const(x is FALSE) if x in (TRUE, FALSE) else node(Op.NOT, x)
 
@@ -299,5 +299,5 @@ def clamp(a: Value, low: Value | None = None, high: Value | None = None) -> Node
 
 
 def is_extremum(x: Node, limit: Node) -> bool:
-    """Whether a bound of ``x`` is told by ``maximum`` or ``minimum``: ints have no gradients."""
+    """Return True if ``maximum`` or ``minimum`` bounds ``x``: ints (without gradients), scores."""
     return x.dtype is DType.INT or reads_score(x) or reads_score(limit)

@@ -39,7 +39,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class AuxRequest(NamedTuple):
-    """Which auxiliary results to return; torch's own is taken too."""
+    """Auxiliary results to return; torch's own request is taken too."""
 
     lse: bool = False
     max_scores: bool = False
@@ -56,7 +56,7 @@ class AuxOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a call comes to: a compiled program and its captures."""
+    """Compiled program of a call, with its captures and its tiles."""
 
     attention: Attention
     captures: Mapping[str, Any]
@@ -187,7 +187,7 @@ def _results(
     return_lse: bool,
     return_aux: AuxRequest | None,
 ) -> Any:
-    """What a call returns, from what it may return."""
+    """Select the results that a call's options ask for."""
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, maxima)
     return (out, lse) if return_lse else out

@@ -60,7 +60,7 @@ class BlockMask(TorchBlockMask):
     """The blocks as calls of :class:`attndsl.Attention` take them, where they have use for them."""
 
     def derived(self, batch: int, heads: int) -> bool:
-        """Whether the blocks say nothing more than the mask for a call of these sizes."""
+        """Return True if the blocks say no more than the mask for a call of these sizes."""
         own = self.kv_num_blocks.shape[:2]
         covered = all(
             not varies or size == wanted
@@ -268,7 +268,7 @@ def _may_search(device: torch.device, captures: Iterable[Any]) -> bool:
 
 
 def _device(given: torch.device | str | None) -> torch.device:
-    """Where the captured tensors are."""
+    """Device of the captured tensors: by default the accelerator, or the CPU without one."""
     if given is None:
         given = torch.accelerator.current_accelerator() or "cpu"
     return device_of(given)
@@ -281,7 +281,7 @@ _CREATE: Any = torch.compiler.disable(_create, reason=_REASON)  # type: ignore[n
 
 
 def listed_blocks(numbers: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
-    """Which of ``columns`` blocks each row lists: bool, of four dims.
+    """Table of the blocks that each row lists, out of ``columns``: bool, of four dims.
 
     Args:
         numbers: (..., rows), how many blocks each row lists.

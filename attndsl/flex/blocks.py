@@ -1,4 +1,4 @@
-"""What a block mask says of a call: one ``mask_mod``, and tiles where they are of use."""
+"""Read a block mask as one ``mask_mod``, and as tiles where they are of use."""
 
 from __future__ import annotations
 

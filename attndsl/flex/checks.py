@@ -1,4 +1,4 @@
-"""What a call of ``flex_attention`` may be given, beyond what every call of a program checks."""
+"""Checks of the arguments of ``flex_attention``, beyond those of every call of a program."""
 
 from __future__ import annotations
 

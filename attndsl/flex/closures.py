@@ -1,4 +1,4 @@
-"""What a user's function reaches: code, numbers and tensors in closures, defaults and globals.
+"""Reach of a user's function: code, numbers and tensors in closures, defaults and globals.
 
 The walk gives a *structure*, equal for two functions whose traces can differ by their tensors' and
 numbers' values only, and the tensors and numbers in a fixed order. The same walk puts other values
@@ -37,7 +37,7 @@ _KEYS = PLAIN | {int}
 
 @dataclass(slots=True)
 class Reach:
-    """What a walk finds."""
+    """Structure, tensors and numbers that a walk finds."""
 
     structure: list[object] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Reach:
 
 
 def reach(value: object) -> Reach:
-    """What ``value``, a function or anything that holds some, can reach."""
+    """Walk over all that ``value``, a function or anything that holds some, can reach."""
     walk = _Walk({})
     walk.visit(value, "")
     return walk.found

@@ -28,7 +28,7 @@ def compiled(text: str, backend: str) -> Attention:
 
 
 def spec_of(text: str) -> str:
-    """What stands for the program of ``text`` in a graph; see :mod:`attndsl.runtime.operator`."""
+    """Spec for the program of ``text`` in a graph; see :mod:`attndsl.runtime.operator`."""
     return make_spec(text, {})
 
 

@@ -146,7 +146,7 @@ def allow_views(name: str) -> None:
     if name not in dynamo._hop_name_to_variable_class:
 
         class PairVariable(dynamo.BaseHOPVariable):
-            """How Dynamo follows a call of the operator."""
+            """Variable with which Dynamo follows a call of the operator."""
 
             supports_aliasing = True
 

@@ -1,4 +1,4 @@
-"""What torch's functions and methods are in the language, by their names in torch.
+"""Torch's functions and methods in the language, by their names in torch.
 
 A name stands for a function, a method and an operator alike: ``torch.add``, ``x.add`` and
 ``x.__add__`` are all ``add``. Where the language has no function of its own, torch's documented

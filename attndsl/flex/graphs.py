@@ -22,7 +22,7 @@ _NAME = "attndsl_flex"
 
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
-    """What a call in a graph is asked for, beside its tensors and functions."""
+    """Options of a call in a graph, beside its tensors and functions."""
 
     scale: float | None
     backend: str

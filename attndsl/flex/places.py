@@ -1,4 +1,4 @@
-"""Where in the user's own Python something stands, so that errors can point at it."""
+"""Places in the user's own Python, so that errors can point at them."""
 
 from __future__ import annotations
 

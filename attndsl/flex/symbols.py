@@ -30,7 +30,7 @@ _CONVERT = (
 
 
 class Recorder(Protocol):
-    """What symbols ask of the tracer."""
+    """Interface of the tracer that symbols use."""
 
     dtype: torch.dtype
     device: torch.device
@@ -48,7 +48,7 @@ class Recorder(Protocol):
 
 
 class Traced:
-    """What symbols and views have in common: torch's attributes, and what cannot be asked."""
+    """Base class of symbols and views: torch's attributes, and refusals of untraceable uses."""
 
     __slots__ = ("recorder",)
     __array_ufunc__ = None  # numpy's numbers leave operators to this class.
@@ -74,7 +74,7 @@ class Traced:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the call is on a GPU."""
+        """True if the call is on a GPU."""
         return self.recorder.device.type == "cuda"
 
     @property
@@ -168,7 +168,7 @@ class Symbol(Traced):
         return torch.bool if self.node.dtype is DType.BOOL else self.recorder.dtype
 
     def is_floating_point(self) -> bool:
-        """Whether it is a float."""
+        """Return True if the value is a float."""
         return self.node.dtype is DType.FLOAT
 
     def __getitem__(self, index: object) -> Symbol:

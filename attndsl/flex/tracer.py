@@ -89,7 +89,7 @@ class Tracer:
     """Tensors that it computed of captured ones."""
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Node]) -> Any:
-        """What ``function`` gives for traced values of ``arguments``."""
+        """Call ``function`` with traced values of ``arguments``, and return its result."""
         with _Mode(self):
             return function(*(Symbol(self, item) for item in arguments))
 

@@ -146,7 +146,7 @@ def _trace_in_graph(
 
 
 def arguments_of(function: Mod) -> int:
-    """How many arguments without a default ``function`` takes.
+    """Number of positional arguments without a default that ``function`` takes.
 
     Raises:
         TraceError: It is no function, or takes neither 4 nor 5.

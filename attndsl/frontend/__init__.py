@@ -61,7 +61,7 @@ def read(text: Source | Tree, declared: Mapping[str, Declared]) -> Program:
 
 
 def read_locals(text: Source | Tree, declared: Mapping[str, Declared]) -> dict[str, Node]:
-    """What the local names of a text stand for, in the order of their lines.
+    """Values of the local names of a text, in the order of their lines.
 
     Raises:
         AttnDSLError: All that is wrong with it.
@@ -72,7 +72,7 @@ def read_locals(text: Source | Tree, declared: Mapping[str, Declared]) -> dict[s
 
 
 def read_unused(text: Source | Tree) -> list[ProgramWarning]:
-    """What the text of a program without errors has and does not use.
+    """Warnings about all that the text of a program without errors has and does not use.
 
     An imported file may have more than this program uses.
     """
@@ -107,7 +107,7 @@ def read_fractions(
 
 
 def read_mask_span(text: Source | Tree) -> Span | None:
-    """Where a program without errors says its mask first; None where a score does.
+    """Span of the first mask or only expression of a correct program; None where a score masks.
 
     Nodes keep the span of the text that first had them, which may be another one.
     """

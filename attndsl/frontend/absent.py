@@ -61,19 +61,19 @@ Part = Node | Gone | Rest
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where operands are combined."""
+    """Place where operands are combined."""
 
     span: Span
     score: Node | None
     """The score so far."""
 
     def reads_score(self, value: Node) -> bool:
-        """Whether ``value`` is made of the score."""
+        """Return True if ``value`` is made of the score."""
         return any(x.op is Op.SCORE or x is self.score for x in ir.toposort(value))
 
 
 def lacks(*parts: object) -> bool:
-    """Whether one of ``parts`` is not all there."""
+    """Return True if one of ``parts`` is gone, wholly or in part."""
     return any(isinstance(part, Gone | Rest) for part in parts)
 
 
@@ -95,7 +95,7 @@ def dropped(gone: Gone, span: Span) -> None:
 
 
 def finished(part: Part, span: Span) -> Node | None:
-    """What is left of a line's whole expression; None if the line goes."""
+    """Node that is left of a line's whole expression; None if the line goes."""
     if isinstance(part, Rest):
         return part.node
     if isinstance(part, Gone):
@@ -252,7 +252,7 @@ def choice(make: Callable[[list[Node]], Node], operands: Sequence[Part], place: 
 def apply(
     make: Callable[[list[Node]], Node], operands: Sequence[Part], place: Place, numbers: bool = True
 ) -> Part:
-    """What ``make`` makes of ``operands``, if these are there."""
+    """Apply ``make`` to ``operands`` if all are there; otherwise the result is gone too."""
     nodes = [x for x in operands if isinstance(x, Node)]
     return make(nodes) if len(nodes) == len(operands) else through(operands, place, numbers)
 
@@ -314,7 +314,7 @@ def _node_of(part: Part, dtype: DType) -> bool:
 
 
 def _of_score(part: Part, place: Place) -> bool:
-    """Whether ``part`` reads the score, or would if all were there."""
+    """Return True if ``part`` reads the score, or would if all were there."""
     if isinstance(part, Gone):
         return part.kept is not None
     return place.reads_score(part.node if isinstance(part, Rest) else part)

@@ -78,7 +78,7 @@ def check(tree: s.Tree, declared: Mapping[str, Declared]) -> Program:
 
 
 def locals_of(tree: s.Tree, declared: Mapping[str, Declared]) -> dict[str, Node]:
-    """What the local names of a program without errors stand for, in the order of their lines.
+    """Values of the local names of a program without errors, in the order of their lines.
 
     Raises:
         AttnDSLError: As :func:`check`.
@@ -92,7 +92,7 @@ def locals_of(tree: s.Tree, declared: Mapping[str, Declared]) -> dict[str, Node]
 
 
 class Values(NamedTuple):
-    """What is known of the names of a program."""
+    """Known values of a program's names, of its other parts and of its score lines."""
 
     names: Mapping[str, Node | TensorDecl]
     """Params, tensors, sizes and locals."""
@@ -103,7 +103,7 @@ class Values(NamedTuple):
 
 
 def values_of(tree: s.Tree, declared: Mapping[str, Declared]) -> Values:
-    """What is known of a program that may have errors, without those names that have them."""
+    """Known values of a program that may have errors, without those names that have them."""
     checker = _Checker(tree, declared)
     with contextlib.suppress(AttnDSLError):
         checker.run()
@@ -289,7 +289,7 @@ class _Checker:
                 self.scope.values[dim.name] = Gone(frozenset(), frozenset({dim.name}))
 
     def _is_free(self, name: str) -> bool:
-        """Whether a dim may give ``name`` its meaning."""
+        """Return True if a dim may give ``name`` its meaning."""
         found = self.scope.values.get(name)
         of_absent = isinstance(found, Gone) and not found.names
         return name not in ALWAYS and (name not in self.scope.values or of_absent)
@@ -412,7 +412,7 @@ class _Checker:
             seen.add(parameter.name)
 
     def _left(self, written: s.Expr, keeps_score: bool = False) -> Node | Gone | None:
-        """What absent names leave of a line: Gone if the line goes, None if it has errors."""
+        """Node that absent names leave of a line: Gone if the line goes, None if it has errors."""
         part = self.inliner.part(written)
         if not lacks(part):
             return part  # type: ignore[return-value]

@@ -71,7 +71,7 @@ def contract(
 
 
 def _positions(tensor: TensorDecl, indices: tuple[Node, ...], at: Span) -> frozenset[str]:
-    """Which of ``q`` and ``kv`` choose the row."""
+    """Positions that choose the row, out of ``q`` and ``kv``."""
     found = dependencies(*indices)
     varies = frozenset().union(*(found[index] for index in indices))
     if "score" in varies:

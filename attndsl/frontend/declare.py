@@ -104,12 +104,12 @@ def no_optional(name: str, given: Absent) -> TypeMismatchError:
 
 
 def origin_of(given: Declared) -> str:
-    """Who declares a name, for errors."""
+    """Origin of a name's declaration, for errors."""
     return given.origin if isinstance(given, Bound | Absent) else GIVEN
 
 
 def span_of(given: Declared) -> Span | None:
-    """Where a file declares a name, if one does."""
+    """Span of a name's declaration in a file, if one declares it."""
     return given.span if isinstance(given, Bound | Absent) else None
 
 

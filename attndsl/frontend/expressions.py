@@ -98,7 +98,7 @@ class Inliner:
             return None
 
     def part(self, expr: s.Expr) -> Part | None:
-        """What is left of ``expr`` without absent names, or None where it has errors."""
+        """Part that is left of ``expr`` without absent names, or None where it has errors."""
         value = self.value(expr)
         if isinstance(value, TensorDecl):
             rank = len(value.dims)
@@ -189,7 +189,7 @@ class Inliner:
         return absent.where(condition, yes, no, self._here(expr.span))
 
     def _known(self, condition: Part | None) -> bool | None:
-        """What a condition is for all pairs, if that decides what is there."""
+        """Value of a condition for all pairs, if names are absent and it is known."""
         if condition is None or not self.scope.lacking:
             return None
         return absent.known(condition)
@@ -316,7 +316,7 @@ class Inliner:
     def _lookup(
         self, expr: s.Index, places: tuple[s.Expr, ...]
     ) -> tuple[TensorDecl, tuple[Node, ...]] | Gone | None:
-        """What ``expr`` looks up in, and where: ``places`` are those of its indices that count."""
+        """Tensor and indices of a lookup; ``places`` are those indices of ``expr`` that count."""
         indices = [self.part(index) for index in places]
         tensor = self._name(s.Name(expr.name, expr.span), hints.of_tensor(expr.name))
         if tensor is None:
@@ -516,5 +516,5 @@ def _dim_names(tensor: TensorDecl) -> list[str]:
 
 
 def _mentions_score(value: Node) -> bool:
-    """Whether the score itself is below ``value``; contractions have none of their own."""
+    """Return True if ``value`` reads the score itself; contractions have none of their own."""
     return any(item.op is ir.Op.SCORE for item in ir.toposort(value))

@@ -103,7 +103,7 @@ def _is_unary(before: _Seen | None, kind: str) -> bool:
 
 
 def _space(before: _Seen, kind: str, in_brackets: bool) -> bool:
-    """Whether a space stands between two tokens."""
+    """Return True if a space stands between two tokens."""
     if kind in _NO_SPACE_BEFORE or before.kind in _OPENING:
         return False
     if in_brackets and "EQUAL" in (kind, before.kind):

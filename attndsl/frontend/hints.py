@@ -1,4 +1,4 @@
-"""What people write who know Python, torch or FlexAttention, and what it is called here.
+"""Hints for people who write Python, torch or FlexAttention, with the words of this language.
 
 Non-goals: finding errors. These are words for errors that others have found.
 """
@@ -208,7 +208,7 @@ def _taken(name: str) -> str:
 
 
 def _of_dims(code: str) -> str:
-    """What to write for a ``param`` line with dims."""
+    """Hint on how to write a ``param`` line with dims."""
     found = _DIMS.match(code)
     name, before, dims, behind = found.groups() if found else ("p", None, "heads", None)
     if is_reserved(name):
@@ -244,7 +244,7 @@ def of_default(name: str, wanted: str, value: bool | int | float) -> str:
 
 
 def of_element(name: str, dims: Sequence[str], written: Sequence[str] = ()) -> str:
-    """How an element of a tensor is read.
+    """Hint on how to read an element of a tensor.
 
     Args:
         name: The tensor.

@@ -161,7 +161,7 @@ def _parts(statement: s.Import) -> tuple[str, ...]:
 
 
 def _within(path: str, importer: str, statement: s.Import) -> str:
-    """Where ``path`` really is, which is in the folder of ``importer`` or below.
+    """Real path of ``path``, which is in the folder of ``importer`` or below.
 
     Raises:
         ConfigError: A link leads elsewhere.

@@ -302,7 +302,7 @@ def _text(program: _Program, again: Collection[str]) -> str:
 
 
 def _target(program: _Program) -> str:
-    """What an expression without a name is."""
+    """Name for a program's one expression without a name: ``score`` or ``mask``."""
     return "score" if check(program.tree, program.bound).mask is None else "mask"
 
 
@@ -350,7 +350,7 @@ def _at(span: Span, length: int, new: str) -> Edit:
 
 
 def _parameters(program: _Program, function: s.Define) -> dict[str, str]:
-    """What the parameters of a function are called: none may hide what its body means."""
+    """New names of a function's parameters: none may hide a name that its body means."""
     inserted = {new for old, new in program.values.items() if new != old} | {"inf", "true", "false"}
     names = [x.name for x in function.parameters]
     taken = {*program.names.written, *inserted}

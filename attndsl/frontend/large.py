@@ -42,7 +42,7 @@ def large_numbers(tree: s.Tree) -> Iterator[ProgramWarning]:
 
 
 def _chosen_or_added(item: s.Expr) -> list[Span]:
-    """Where ``item`` chooses or adds a large negative number."""
+    """Spans of the large negative numbers that ``item`` chooses or adds."""
     parts: list[tuple[s.Expr, int]] = []
     if isinstance(item, s.FunctionCall) and item.name == "where":
         parts = [(x, -1) for x in item.args[1:]]

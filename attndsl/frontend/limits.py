@@ -1,4 +1,4 @@
-"""How large a program may be: limits that keep any input from hanging the frontend."""
+"""Limits on the size of a program, which keep any input from hanging the frontend."""
 
 from __future__ import annotations
 

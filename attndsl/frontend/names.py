@@ -78,7 +78,7 @@ def names_of(tree: s.Tree, spans: Iterable[Span], bound: Collection[str]) -> Nam
 
 
 def is_free(name: str) -> bool:
-    """Whether ``name`` means nothing before a program binds it."""
+    """Return True if ``name`` means nothing before a program binds it."""
     called = (
         _FORMS,
         functions.NAMES,

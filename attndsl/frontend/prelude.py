@@ -30,12 +30,12 @@ def prelude_names() -> tuple[str, ...]:
 
 
 def prelude_span(name: str) -> Span | None:
-    """Where ``name`` is defined in the file of the prelude, or None."""
+    """Span of the definition of ``name`` in the file of the prelude, or None."""
     return _spans().get(name)
 
 
 def prelude_comment(name: str) -> str:
-    """What the comment above the definition of ``name`` says, in one line."""
+    """Comment above the definition of ``name``, in one line."""
     return comment_above(_spans()[name])
 
 

@@ -28,5 +28,5 @@ WORDS = frozenset({"import", "param", "tensor", "def", "if", "else", "and", "or"
 
 
 def is_reserved(name: str) -> bool:
-    """Whether no program may bind ``name``."""
+    """Return True if no program may bind ``name``."""
     return name in ALWAYS or name in TARGETS or name in WORDS

@@ -106,7 +106,7 @@ def split_statements(source: Source) -> tuple[list[Span], list[AttnDSLError]]:
 
 
 def comment_above(span: Span) -> str:
-    """What the lines of comment right above a statement say, in one line."""
+    """Comment lines right above a statement, joined into one line."""
     lines = span.source.text[: span.start].split("\n")[:-1]
     found: list[str] = []
     while lines and lines[-1].lstrip().startswith("#"):

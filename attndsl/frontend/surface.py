@@ -170,7 +170,7 @@ def _with_operands(item: Expr, made: Mapping[int, Expr]) -> Expr:
 
 
 def joined_with(name: str, root: Expr) -> tuple[list[Name], list[Expr]]:
-    """What ``and`` joins in ``root``: where ``name`` stands alone, and the other operands.
+    """Operands that ``and`` joins in ``root``: those that are ``name`` alone, and the others.
 
     Both are in the order of the text.
     """

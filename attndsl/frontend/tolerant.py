@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Draft(NamedTuple):
-    """What is known of a text."""
+    """Statements and known values of a text that may have errors."""
 
     statements: tuple[s.Statement, ...]
     """Those that parse, with those of imported files. Their spans are where they were written."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.Enum):
-    """What a part of a program's text is."""
+    """Kind of a part of a program's text."""
 
     COMMENT = "comment"
     FILE = "file"
@@ -59,12 +59,12 @@ class Token(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where it ends, exclusive."""
+        """Offset of the end, exclusive."""
         return self.start + len(self.text)
 
 
 class Terminals(NamedTuple):
-    """What the grammar says of single tokens."""
+    """Single tokens as the grammar has them."""
 
     words: tuple[str, ...]
     symbols: tuple[str, ...]

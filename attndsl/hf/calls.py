@@ -30,7 +30,7 @@ _CHOSEN = ("indices", "block_indices")
 
 
 class Call(NamedTuple):
-    """What an attention of a model is asked for."""
+    """Arguments of one call of a model's attention."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -72,7 +72,7 @@ def _instead(module: torch.nn.Module) -> str:
 
 
 def captures_of(own: Own | None, module: torch.nn.Module, options: Mapping[str, Any]) -> Any:
-    """What the composed program captures, without what the mask does.
+    """Captures of the composed program, without those of the mask.
 
     Args:
         own: The user's program, if there is one.
@@ -126,7 +126,7 @@ def captures_of(own: Own | None, module: torch.nn.Module, options: Mapping[str, 
 
 
 def has_default(own: Own, name: str) -> bool:
-    """Whether a param has a number of its own."""
+    """Return True if the program gives the param ``name`` a default number."""
     return any(x.name == name and x.default is not None for x in own.program.lowered.program.params)
 
 
@@ -174,7 +174,7 @@ def is_causal(
     key: torch.Tensor,
     asked: bool | None,
 ) -> bool:
-    """Whether an attention is causal for which the model made no mask.
+    """Return True if an attention for which the model made no mask is causal.
 
     A module or a call may say so, to sdpa and FlashAttention. Eager attention never listens.
 
@@ -196,7 +196,7 @@ def is_causal(
 def captures_of_pairs(
     own: Own | None, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor
 ) -> dict[str, Any]:
-    """What a program without a mask captures for a mask of all pairs.
+    """Captures of a program without a mask for a mask of all pairs.
 
     Args:
         own: The user's program, if there is one.
@@ -248,7 +248,7 @@ def fitted(
 
 
 def located(mask: Mask, captures: dict[str, Any]) -> dict[str, Any]:
-    """Where a call lies, and in ``captures`` what tensors that count from it need to know."""
+    """Offsets and lengths of a call; ``captures`` gets the offsets that its tensors count from."""
     location: dict[str, Any] = {}
     for name, offset, captured, readers in (
         ("q_offset", mask.q_offset, "q0", ("bias",)),

@@ -45,7 +45,7 @@ class NotAnArrayError(UnsupportedError, AttributeError):
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """What a model hands from its masks to its attentions."""
+    """Mask that a model hands to its attentions."""
 
     shape: tuple[int, int, int, int]
     """(batch, 1, queries, keys); transformers looks at it."""
@@ -115,7 +115,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Asked:
-    """What transformers says of a mask, beside its function."""
+    """Arguments with which transformers asks for a mask, beside its function."""
 
     batch: int
     rows: int
@@ -132,7 +132,7 @@ class Asked:
 
     @property
     def steady(self) -> bool:
-        """Whether this may be a step of a compiled cache, outside of its graph.
+        """True if this may be a step of a compiled cache, outside of its graph.
 
         What differs between such steps has to be a tensor, or each step compiles a graph.
         """
@@ -208,7 +208,7 @@ def _whole_lengths(asked: Asked) -> tuple[int, int] | None:
 
 
 def _padding_of_keys(asked: Asked, padding: torch.Tensor) -> torch.Tensor | None:
-    """Which keys of this call have a token, (batch, keys); None where all that count have one."""
+    """Keys of this call with a token, (batch, keys) bool; None where all that count have one."""
     if padding.dim() != 2:
         raise ArgumentError(
             f"attention_mask has {padding.dim()} dims",

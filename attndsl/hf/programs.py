@@ -54,7 +54,7 @@ class Own(NamedTuple):
 
 
 def own_program(program: Attention) -> Own:
-    """What calls need to know of a user's program."""
+    """Collect the facts about a user's program that calls need."""
     found = program.lowered.program
     dims = [dim for tensor in found.tensors for dim in tensor.dims]
     nodes = toposort(*found.roots(), *dims)

@@ -1,4 +1,4 @@
-"""Whether all ranks plan the same: one all-gather of digests, and one error on all of them.
+"""Agreement of all ranks on a plan: one all-gather of digests, and one error on all of them.
 
 Ranks that plan otherwise would wait for each other for ever, or read each other's rows wrongly.
 """

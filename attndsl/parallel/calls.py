@@ -169,7 +169,7 @@ class _Known(NamedTuple):
         return {name: known() for name, known in self.tensors.items()}
 
     def fits(self, cp: ContextParallel) -> bool:
-        """Whether the plan is still that of such calls."""
+        """Return True if the plan still holds for such calls."""
         captures = self.captures()
         gone = any(x is None for x in captures.values())
         return not gone and cp.is_planned(self.key, self.plan, captures)
@@ -179,7 +179,7 @@ def _given_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Mapping[str, Any] | None,
     named: Mapping[str, Any],
 ) -> tuple[object, ...] | None:  # fmt: skip
-    """What tells calls apart; None of one that has to be looked at.
+    """Key that tells calls apart; None for a call that has to be checked each time.
 
     A tensor is told by its identity: one that has it by chance, since the other is gone, is not
     known, as :class:`_Known` looks at the other.
@@ -231,7 +231,7 @@ def _planned(
     captures: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> tuple[Job, PlanKey, Plan]:
-    """What a call of plain tensors is to do, and by which plan."""
+    """Job, plan key and plan of a call of plain tensors."""
     q, k, v = (autocast(x) for x in operands)
     batch = cp.now()
     has_lse = attention.lowered.program.weights is None
@@ -285,7 +285,7 @@ def _asked(
     options: Mapping[str, Any],
     shares: bool,
 ) -> Asked:
-    """What the plan of a call with these operands depends on.
+    """Shape and exchange of a call with these operands, for which it is planned.
 
     Raises:
         ShapeError: They are not this rank's rows.

@@ -50,7 +50,7 @@ _MIX = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What :meth:`ContextParallel.shard` has decided."""
+    """Layout of a batch, its sizes and its seed, as :meth:`ContextParallel.shard` has decided."""
 
     layout: Layout
     made_for: object
@@ -121,12 +121,12 @@ class ContextParallel:
 
     @property
     def rank(self) -> int:
-        """Of this process among those of the sequence."""
+        """Number of this process among those that share the sequence, from 0 on."""
         return self._rank
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of processes that share the sequence."""
         return self._ranks
 
     def __call__(self, attention: Program) -> Sharded:
@@ -361,7 +361,7 @@ class ContextParallel:
         return (seed * 6364136223846793005 + (number + 1) * _MIX) % (1 << 62)
 
     def explain(self) -> str:
-        """What each planned program makes ranks do, as text: the same on all ranks."""
+        """Text on the layout and on ranks' work for each planned program: the same on all ranks."""
         layout = self.now().layout
         plans = [(plan.name, plan.figures) for plan in self._plans.values()]
         return report(layout, plans)
@@ -373,16 +373,16 @@ class ContextParallel:
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients of captured tensors are added up."""
+        """True if gradients of captured tensors are added up over the ranks."""
         return self._reduce
 
     @property
     def exchange(self) -> str:
-        """As given."""
+        """Exchange as given: ``gather``, ``heads`` or ``auto``."""
         return self._exchange
 
     def now(self) -> Batch:
-        """What :meth:`plan` has decided.
+        """Batch that :meth:`plan` has decided on.
 
         Raises:
             ArgumentError: It has not been called.
@@ -453,7 +453,7 @@ class ContextParallel:
         return found
 
     def is_planned(self, key: PlanKey, plan: Plan, captures: Mapping[str, Any]) -> bool:
-        """Whether a call may go by ``plan`` as one before did, which had the same ``key``.
+        """Return True if a call may go by ``plan``, as an earlier one with the same ``key`` did.
 
         If so, it takes the rows.
         """
@@ -467,7 +467,7 @@ class ContextParallel:
         return True
 
     def key_of(self, attention: Program, captures: Mapping[str, Any], asked: Asked) -> PlanKey:
-        """What tells plans of this layout apart, but tensors of masks.
+        """Key that tells plans of this layout apart, but for tensors of masks.
 
         Raises:
             AttnDSLError: A param that is no number.
@@ -476,7 +476,7 @@ class ContextParallel:
         return PlanKey(attention.made_of.spec, self.now().token, asked, numbers)
 
     def _is_captured(self) -> bool:
-        """Whether what is done now goes into a CUDA graph. Graphs of torch.compile cannot ask."""
+        """Return True while a CUDA graph is captured. Graphs of torch.compile cannot ask."""
         return (
             not torch.compiler.is_compiling() and self._device.type == "cuda"
             and torch.cuda.is_current_stream_capturing()
@@ -512,7 +512,7 @@ class ContextParallel:
 
 
 def _in_backward() -> bool:
-    """Whether autograd is at work, as where a checkpoint recomputes a forward."""
+    """Return True while autograd runs a backward, as where a checkpoint recomputes a forward."""
     return torch._C._current_graph_task_id() != -1
 
 

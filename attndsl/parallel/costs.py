@@ -1,4 +1,4 @@
-"""What a sharded call takes, from the tiles that it computes and the keys that it fetches.
+"""Costs of a sharded call, from the tiles that it computes and the keys that it fetches.
 
 A model of two numbers of a machine, to compare layouts and exchanges: never a promise of speed.
 """
@@ -87,7 +87,7 @@ class Costs:
 
 
 def costs_of(machine: Machine, shape: Shape) -> Costs:
-    """What the parts of a call of these sizes cost on ``machine``."""
+    """Seconds and bytes of the parts of a call of these sizes on ``machine``."""
     width = shape.head_dim + shape.value_dim
     products = 2 * TILE * TILE * width * (1 + _BACKWARD)
     key = shape.batch * shape.kv_heads * width

@@ -1,4 +1,4 @@
-"""What a program makes the holders of rows compute and fetch, in chunks of rows that stay together.
+"""Live tiles and fetched keys of a program's rows, in chunks of rows that stay together.
 
 Keys that rows see are ranges of tiles, never a map. A million rows are some thousand chunks with a
 few ranges each, and everything about a plan is counted from these.
@@ -42,7 +42,7 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demand:
-    """What one program makes ranks compute and fetch; made by :func:`demand_from`."""
+    """Live tiles and needed keys of one program, and their seconds; made by :func:`demand_from`."""
 
     length: int
     """Rows of the sequence, and its keys."""
@@ -69,7 +69,7 @@ class Demand:
         return self.chunk // self.grain
 
     def positions(self, start: Ints, stop: Ints) -> Ints:
-        """How many positions ranges of tiles have: the last tile may be ragged."""
+        """Number of positions in each range of tiles: the last tile may be ragged."""
         return np.minimum(stop * self.grain, self.length) - start * self.grain
 
 
@@ -114,7 +114,7 @@ def union(reader: Ints, start: Ints, stop: Ints) -> Spans:
 def meetings(
     one: tuple[Ints, Ints], other: tuple[Ints, Ints]
 ) -> tuple[Ints, Ints, Ints, Ints]:  # fmt: skip
-    """Where ranges meet: for each meeting the number of either range, start, and stop.
+    """Intersections of ranges: for each the number of either range, start, and stop.
 
     Args:
         one: Starts and stops, in any order.

@@ -44,7 +44,7 @@ _SPLIT = {"batch": BATCH, "heads": HEADS, "kv_heads": HEADS}
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How a call lies on a mesh, and which part of it this process has."""
+    """Placements of a call on a mesh, and the part of it that this process has."""
 
     mesh: DeviceMesh
     q: _Placements
@@ -133,7 +133,7 @@ def attend_shards(
 
 
 def shards_of(q: DTensor, k: DTensor, v: DTensor) -> Shards:
-    """How a call of checked operands lies on their mesh.
+    """Shards of a call of checked operands on their mesh.
 
     k and v follow q: their shards of the batch are q's, and so are those of the heads, where each
     shard of key heads is what the groups of a shard of query heads have. Otherwise all key heads
@@ -168,7 +168,7 @@ def shards_of(q: DTensor, k: DTensor, v: DTensor) -> Shards:
 def part_along(
     size: int, mesh_shape: Sequence[int], place: Sequence[int], mesh_dims: Sequence[int]
 ) -> range:
-    """What a process has of ``size`` elements, by torch's rule for shards.
+    """Range of ``size`` elements that a process has, by torch's rule for shards.
 
     Args:
         size: How many there are.
@@ -204,7 +204,7 @@ def _kept_heads(
 
 
 def _same_groups(group: int, kv_heads: int, ranks: tuple[int, ...]) -> bool:
-    """Whether shards of key heads are what the groups of the shards of query heads have."""
+    """Return True if each shard of key heads is that of the groups of its shard of query heads."""
     if not ranks:
         return True
     chunk = -(-kv_heads // ranks[0])
@@ -227,7 +227,7 @@ def _needed_heads(keys: torch.Tensor, shards: Shards) -> torch.Tensor:
 
 
 def _places(location: Location, shards: Shards) -> dict[str, Any]:
-    """What of its place this process's part of the call says."""
+    """Arguments that place this process's part of a call within the whole call."""
     found: dict[str, Any] = {"q_len": location.q_len, "kv_len": location.kv_len}
     for name in ("q_offset", "kv_offset", "kv_lengths"):
         value = _replicated(name, getattr(location, name), shards)
@@ -267,7 +267,7 @@ def _capture(decl: TensorDecl, program: Program, value: Any, shards: Shards) -> 
 
 
 def _is_share(decl: TensorDecl, program: Program, dim: int, value: DTensor, shards: Shards) -> bool:
-    """Whether the shard along ``dim`` has what this process's part of the call looks up."""
+    """Return True if the shard along ``dim`` has all that this process's part looks up."""
     along = _along(value.placements, dim)
     name = str(decl.dims[dim].value) if dim < len(decl.dims) else ""
     if not along or decl.dims[dim].op is not Op.SIZE or name not in _SPLIT:
@@ -280,7 +280,7 @@ def _is_share(decl: TensorDecl, program: Program, dim: int, value: DTensor, shar
 
 
 def _replicated(name: str, value: Any, shards: Shards) -> Any:
-    """What is the same on all processes, as a plain tensor or a number."""
+    """Plain tensor or number of ``value``, the same on all processes."""
     if not isinstance(value, torch.Tensor):
         return value
     everywhere = tuple(Replicate() for _ in shards.q)

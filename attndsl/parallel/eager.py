@@ -31,12 +31,12 @@ _WORD = torch.int64
 
 
 def is_eager(*tensors: torch.Tensor) -> bool:
-    """Whether these tensors have data of their own, and nobody makes a graph of what is done."""
+    """Return True for tensors with data of their own, outside of graphs of torch.compile."""
     return not torch.compiler.is_compiling() and all(type(x) in _PLAIN for x in tensors)
 
 
 class _Trip:
-    """What ranks send each other of keys and of values, in one collective."""
+    """Rows of keys and of values, or of their gradients, that ranks send in one collective."""
 
     def __init__(
         self, like: Pair, leaving: Sequence[int], arriving: Sequence[int], kind: torch.dtype
@@ -142,7 +142,7 @@ class Fetch:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and of values."""
+        """Dtype of keys and of values."""
         return self._own[0].dtype
 
     @property
@@ -177,7 +177,7 @@ class Sums:
     """Gradients of keys and values, by the calls that computed them."""
 
     def __init__(self, table: Table, group: ProcessGroup) -> None:
-        """Of a rank with this table in that group."""
+        """Start without gradients, on a rank with this table in that group."""
         self._table, self._group = table, group
         self._grads: tuple[Grads, Grads] = ([], [])
         self._trip: _Trip | None = None
@@ -247,7 +247,7 @@ class Sums:
         return found
 
     def _whole(self, grads: Grads) -> torch.Tensor | None:
-        """What this rank has computed for its own rows, in place of one call's gradients.
+        """Sum of this rank's gradients of its own rows, in place of one call's gradients.
 
         None if no call has gradients of all these rows.
         """
@@ -297,7 +297,7 @@ class _Copies:
         self._rows.append(rows)
 
     def add_words(self, room: torch.Tensor, rows: torch.Tensor) -> None:
-        """As :meth:`add`, by words where rows of one dtype have these; see :func:`_units`."""
+        """Do as :meth:`add`, by words where rows of one dtype have these; see :func:`_units`."""
         a, b = _words(room), _words(rows)
         if a is None or b is None or room.dtype is not rows.dtype:
             self.add(room, rows)

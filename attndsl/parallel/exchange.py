@@ -54,7 +54,7 @@ def waited(found: torch.Tensor) -> torch.Tensor:
 def all_to_all(
     flat: torch.Tensor, arriving: list[int], leaving: list[int], group: ProcessGroup
 ) -> torch.Tensor:
-    """What the ranks send to this one, in their order.
+    """Elements that the ranks send to this one, in their order.
 
     Args:
         flat: What goes to each rank, in their order.
@@ -74,7 +74,7 @@ def swap(
     table: Table,
     group: ProcessGroup,
 ) -> list[list[torch.Tensor]]:
-    """What each rank sends to this one of each tensor; this rank's own part goes nowhere.
+    """Rows that each rank sends to this one of each tensor; this rank's own part goes nowhere.
 
     Args:
         tensors: (B, heads, rows, width), all of one dtype.

@@ -1,4 +1,4 @@
-"""Who holds which rows of a sequence: chosen so that the slowest rank is fastest.
+"""Layouts of a sequence's rows over ranks: chosen so that the slowest rank is fastest.
 
 Work is counted in live tiles, which is what kernels pay for, and keys that must travel are counted
 too. Both come from :meth:`attndsl.Attention.reach` alone. So all ranks find the same layout, and
@@ -40,7 +40,7 @@ _EVEN = 1.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Who holds which rows."""
+    """Assignment of a sequence's rows, in chunks, to ranks."""
 
     name: str
     """One of :data:`LAYOUTS`, but ``auto``."""
@@ -59,7 +59,7 @@ class Layout:
         return tuple(zip(ends[::2], ends[1::2], strict=True))
 
     def rows(self, rank: int) -> int:
-        """How many rows ``rank`` holds."""
+        """Number of rows that ``rank`` holds."""
         return sum(stop - start for start, stop in self.runs(rank))
 
 

@@ -52,7 +52,7 @@ class Seen:
     versions: Mapping[str, int | None]
 
     def is_same(self, captures: Mapping[str, Any]) -> bool:
-        """Whether ``captures`` has the same tensors, and torch has counted no change of them.
+        """Return True if ``captures`` has the same tensors, and torch counted no change of them.
 
         NumPy, ``.data`` and collectives change tensors without a count.
         """
@@ -64,13 +64,13 @@ class Seen:
 
 
 def _version(x: torch.Tensor) -> int | None:
-    """How often ``x`` has been changed; of tensors of inference mode nobody knows."""
+    """Number of changes to ``x`` that torch has counted; None for tensors of inference mode."""
     return None if x.is_inference() else x._version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """How a program's calls of one shape are done."""
+    """Plan of a program's calls of one shape."""
 
     name: str
     """Of the program."""
@@ -80,7 +80,7 @@ class Plan:
 
 
 class Asked(NamedTuple):
-    """What a plan depends on beside the layout and the tensors of the mask."""
+    """Shape and exchange of a call, which its plan depends on beside the layout and the mask."""
 
     shape: Shape
     exchange: str
@@ -89,7 +89,7 @@ class Asked(NamedTuple):
 
 
 class PlanKey(NamedTuple):
-    """What tells plans apart, but tensors of masks."""
+    """Key that tells plans apart, but for tensors of masks."""
 
     spec: Any
     """The program as a text and its declarations."""
@@ -122,7 +122,7 @@ def mask_names(program: Program) -> tuple[str, ...]:
 
 
 def is_listed(program: Program) -> bool:
-    """Whether the tiles of the mask have no closed form, so that they are looked at."""
+    """Return True if the tiles of the mask have no closed form, so that they are listed."""
     sparsity = program.lowered.sparsity
     return sparsity.loop(FORWARD, TILE, TILE, shifted=False, indexed=False).listed is not None
 
@@ -137,7 +137,7 @@ def seen_by(program: Program, captures: Mapping[str, Any]) -> Seen:
 
 
 class Sight(NamedTuple):
-    """What the rows of a program see, without costs."""
+    """Keys that the rows of a program see, without costs."""
 
     demand: Demand
     maps: int
@@ -147,7 +147,7 @@ class Sight(NamedTuple):
 def sight_key(
     program: Program, chunk: int, shape: Shape, captures: Mapping[str, Any]
 ) -> object:  # fmt: skip
-    """What tells sights of one length apart: the mask, what it reads, and sizes that matter."""
+    """Key that tells sights of one length apart: the mask, its captures, and sizes that matter."""
     numbers = dict(numbers_of(program, captures))
     read = tuple(
         (name, numbers[name] if name in numbers else digest(captures.get(name)))
@@ -171,7 +171,7 @@ def _sizes_of(program: Program) -> list[str]:
 def sight_of(
     program: Program, length: int, chunk: int, shape: Shape, captures: Mapping[str, Any]
 ) -> Sight:
-    """What ``program``'s rows see, in tiles that divide ``chunk``.
+    """Keys that ``program``'s rows see, in tiles that divide ``chunk``.
 
     Raises:
         AttnDSLError: Captures that are missing, or that do not fit.
@@ -190,14 +190,14 @@ def sight_of(
 
 
 def weighed(sight: Sight, shape: Shape, machine: Machine, weight: float = 1.0) -> Demand:
-    """What ``weight`` layers whose rows see ``sight`` make ranks compute and fetch."""
+    """Demand, with its seconds on ``machine``, of ``weight`` layers whose rows see ``sight``."""
     costs, grain = costs_of(machine, shape), sight.demand.grain
     tile = costs.tile * shape.batch * shape.heads / max(1, sight.maps) * (grain / TILE) ** 2
     return replace(sight.demand, tile=tile, key=costs.key * grain, weight=weight, call=costs.call)
 
 
 def _on_cpu(program: Program, name: str, value: Any) -> Any:
-    """What a plan reads: numbers, and tensors of the host."""
+    """Capture ``name`` as a plan reads it: a number, or a tensor on the CPU."""
     if not isinstance(value, torch.Tensor):
         return value
     found = value.detach().cpu()

@@ -15,7 +15,7 @@ _SHOWN = 16
 
 
 def report(layout: Layout, plans: Sequence[tuple[str, Figures]]) -> str:
-    """Who holds what, and what each program makes ranks do."""
+    """Text on the rows that ranks hold, and on their work and traffic for each program."""
     runs = max(len(layout.runs(rank)) for rank in range(layout.ranks))
     rows = [layout.rows(rank) for rank in range(layout.ranks)]
     held = f"{rows[0]}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)}"

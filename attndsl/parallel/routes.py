@@ -1,4 +1,4 @@
-"""Which rank sends which rows to which, from a layout and what a program's rows see.
+"""Routes of rows between ranks, from a layout and the keys that a program's rows see.
 
 Ranks are taken in groups of some that follow each other. A group holds the rows of all its ranks,
 and each of its ranks computes some heads of them: one rank a group is a gather of keys, one group
@@ -75,7 +75,7 @@ class Part(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What all ranks fetch, in a few words that are the same on all of them."""
+    """Flags on the keys that ranks fetch, the same on all ranks."""
 
     travels: bool
     """Whether any rank needs keys of another one."""
@@ -87,7 +87,7 @@ ALWAYS = Fetched(True, False)
 
 
 class Table(NamedTuple):
-    """What one rank sends, receives and computes in a call of one program."""
+    """Rows that one rank sends, receives and computes in a call of one program."""
 
     rank: int
     ranks: int
@@ -131,13 +131,13 @@ class Table(NamedTuple):
 
     @property
     def share(self) -> int:
-        """Which part of the heads this rank computes."""
+        """Number of the part of the heads that this rank computes."""
         return self.rank % self.group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Figures:
-    """What a plan makes each rank do, in one forward and one backward."""
+    """Work and traffic that a plan gives each rank, in one forward and one backward."""
 
     layout: str
     group: int
@@ -169,7 +169,7 @@ def table_of(
     layout: Layout, demand: Demand, rank: int, group: int, call: float = math.inf,
     fetched: Fetched = ALWAYS,
 ) -> Table:  # fmt: skip
-    """What ``rank`` does.
+    """Table of the rows that ``rank`` sends, receives and computes.
 
     Args:
         layout: Who holds which rows.
@@ -243,7 +243,7 @@ def _whole(own: Sequence[Run], wanted: Run) -> Run:
 
 
 def _own_row(own: Sequence[Run], wanted: Run) -> int:
-    """Which row of the runs ``own`` is the first of ``wanted``; -1 where no run holds all."""
+    """Number, among the rows of ``own``, of the first of ``wanted``; -1 where no run holds all."""
     if wanted[0] >= wanted[1]:
         return 0
     row = 0
@@ -276,7 +276,7 @@ def _of_others(runs: Sequence[Sequence[Run]], rank: int) -> tuple[int, ...]:
 def _pieces_within(
     pieces: Sequence[Piece], land: Run, rank: int, own: Sequence[Run]
 ) -> tuple[Piece, ...]:
-    """What of ``pieces`` lies in ``land``; those of ``rank`` begin at its own rows."""
+    """Parts of ``pieces`` that lie in ``land``; those of ``rank`` begin at its own rows."""
     found = []
     for start, stop, source, at in pieces:
         low, high = max(start, land[0]), min(stop, land[1])
@@ -366,7 +366,7 @@ def _within(wanted: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
 def figures_of(
     layout: Layout, demand: Demand, group: int, costs: Costs, latency: float
 ) -> Figures:  # fmt: skip
-    """What all ranks do."""
+    """Work and traffic of all ranks for one program."""
     ranks, length, owner = layout.ranks, layout.length, layout.owner
     everyone, groups = np.arange(ranks), ranks // group
     needs = needs_of(demand, owner // group)

@@ -41,11 +41,11 @@ _FEW = 4
 
 
 class Program(Protocol):
-    """What a compiled program is to this package; :class:`attndsl.Attention` is one."""
+    """Interface of a compiled program to this package; :class:`attndsl.Attention` has it."""
 
     @property
     def name(self) -> str:
-        """As of a compiled program, like all that follow."""
+        """Name of the program; this and all that follow are as in :class:`attndsl.Attention`."""
 
     @property
     def made_of(self) -> Any:
@@ -65,7 +65,7 @@ class Program(Protocol):
         """Its gradients from given results."""
 
     def reach(self, q_len: int, kv_len: int, *sizes: Any, **named: Any) -> Reach:
-        """Which keys rows see."""
+        """Keys that rows see."""
 
     def variant(self, captures: Any) -> tuple[Any, Any]:
         """The program of a call, and all captures of it."""
@@ -105,7 +105,7 @@ class Job:
         return found
 
     def places(self, part: Part) -> dict[str, Any]:
-        """Where the calls of ``part`` lie in the whole."""
+        """Options of the calls of ``part``, with its offsets in the whole sequence and heads."""
         found = {
             **self.options,
             "q_offset": part.position, "kv_offset": part.keys[0],
@@ -117,7 +117,7 @@ class Job:
         return found
 
     def captures(self, tensors: Sequence[torch.Tensor], part: Part) -> dict[str, Any]:
-        """What ``part`` captures."""
+        """Captures of ``part``: of tensors with this rank's rows, those of the part."""
         found = dict(self.plain)
         for name, x in zip(self.names, tensors, strict=True):
             dim = self.shares.get(name)
@@ -178,7 +178,7 @@ class _Sharded(torch.autograd.Function):
 
 
 class _Saved(NamedTuple):
-    """What a forward has kept beside its inputs."""
+    """Tensors that a forward has kept beside its inputs, for the backward."""
 
     own: torch.Tensor
     """This rank's heads of the group's rows of q."""
@@ -269,7 +269,7 @@ def _beside(job: Job, q: torch.Tensor) -> Beside:
 
 
 def _waits(part: Part) -> bool:
-    """Whether the rows see keys of others."""
+    """Return True if the rows of ``part`` see keys of other ranks."""
     return part.island >= 0
 
 
@@ -285,7 +285,7 @@ def _no_rows(
 
 
 def _seen(job: Job, part: Part, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Of tensors along the fetched keys, those of ``part``."""
+    """Views of the keys of ``part`` in ``tensors``, which lie along the fetched keys."""
     start, stop = part.keys
     return [x.narrow(2, start - job.table.keys[0] if start < stop else 0, stop - start)
             for x in tensors]  # fmt: skip
@@ -425,7 +425,7 @@ def _of_part(
 
 
 def _sum_dtype(x: torch.Tensor) -> torch.dtype:
-    """Of sums of gradients of keys, over calls and ranks."""
+    """Dtype of sums of gradients of keys, over calls and ranks."""
     return torch.float32 if x.dtype in _HALVES else x.dtype
 
 
@@ -487,7 +487,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Everywhere(torch.autograd.Function):
-    """What all ranks have: its gradient is the sum of theirs."""
+    """Identity of a tensor that all ranks have: its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -58,7 +58,7 @@ def settled(owner: Ints, ranks: int, demands: Sequence[Demand]) -> Ints:
 
 
 def _blocks(owner: Ints, size: int) -> Ints:
-    """Where blocks of up to ``size`` chunks of one owner begin, and where the last one ends."""
+    """Offsets of blocks of up to ``size`` chunks of one owner, and the end of the last one."""
     number = np.arange(len(owner))
     first = np.flatnonzero(np.diff(owner, prepend=-1))
     lengths = np.diff(np.append(first, len(owner)))
@@ -85,7 +85,7 @@ def _in_blocks(demand: Demand, edges: Ints) -> Demand:
 
 
 class _Program:
-    """What one program sees, and which chunks the ranks that swap see."""
+    """Chunks that the rows of one program see, and those that the ranks that swap see."""
 
     def __init__(self, demand: Demand) -> None:
         self.key = demand.key
@@ -176,7 +176,7 @@ class _Swaps:
         return False
 
     def _changes(self, rank: int, gone: Ints, come: Ints) -> tuple[Floats, Floats]:
-        """What ``rank`` saves without each chunk of ``gone``, and pays for each of ``come``."""
+        """Seconds that ``rank`` saves without a chunk of ``gone``, and pays for one of ``come``."""
         less, more = self._work[gone].copy(), self._work[come].copy()
         away = np.ones(len(self.owner), np.bool_)
         away[gone] = False

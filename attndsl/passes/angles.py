@@ -1,4 +1,4 @@
-"""Which sines, cosines and tangents have arguments so small that a short reduction will do.
+"""Sines, cosines and tangents of arguments so small that a short reduction will do.
 
 Reducing any fp32 argument takes the bits of 2 / pi up to the largest exponent (M. H. Payne and R.
 N. Hanek, 1983): integer arithmetic of 64 bits. Up to :data:`MOST_ANGLE` a multiple of pi / 2 in

@@ -1,4 +1,4 @@
-"""Which expressions vary with the distance ``q - kv`` alone.
+"""Expressions that vary with the distance ``q - kv`` alone.
 
 A kernel can add up the gradients of such a value along the diagonals of the score matrix.
 
@@ -19,7 +19,7 @@ _Multiples = tuple[int, int]
 
 
 def varies_with_distance_alone(*roots: Node) -> bool:
-    """Whether ``roots`` depend on ``q`` and ``kv``, but on these through ``q - kv`` only."""
+    """Return True if ``roots`` depend on ``q`` and ``kv``, but only through ``q - kv``."""
     varies = dependencies(*roots)
     if any("score" in varies[root] for root in roots):
         return False
@@ -27,7 +27,7 @@ def varies_with_distance_alone(*roots: Node) -> bool:
 
 
 def meets_distances_alone(*roots: Node) -> bool:
-    """Whether positions are in ``roots`` as ``q - kv`` only, if at all.
+    """Return True if positions are in ``roots`` as ``q - kv`` only, if at all.
 
     If so, pairs with the same distance and score have the same value.
     """

@@ -1,4 +1,4 @@
-"""Which lookups stay inside their tensor, so that a kernel need not clamp their indices.
+"""Lookups that stay inside their tensor, so that a kernel need not clamp their indices.
 
 There are two ways to know. :func:`stays_inside` reads the program alone: its answer holds for every
 call. :func:`reads_inside` reads the numbers of one call.
@@ -37,7 +37,7 @@ def dim_of(declared: Node) -> Dim:
 
 
 def stays_inside(index: Node, dim: Dim, found: Range) -> bool:
-    """Whether each value of ``index`` lies in ``0 ... dim - 1``, in every call.
+    """Return True if each value of ``index`` lies in ``0 ... dim - 1``, in every call.
 
     Args:
         index: INT.
@@ -56,7 +56,7 @@ def stays_inside(index: Node, dim: Dim, found: Range) -> bool:
 
 
 def reads_inside(spans: Sequence[Range], shape: Sequence[int]) -> bool:
-    """Whether indices ``start <= index < stop``, one span a dim, lie inside a tensor."""
+    """Return True if indices ``start <= index < stop``, one span a dim, lie inside a tensor."""
     return all(
         start >= 0 and stop <= size for (start, stop), size in zip(spans, shape, strict=True)
     )

@@ -47,7 +47,7 @@ SIZE_OF = {variable: name for name, variable in VARIABLE_OF.items()}
 
 
 class Start(enum.Enum):
-    """How a position follows from a row of the part."""
+    """Ways in which a position follows from a row of the part."""
 
     CALL = "call"
     """As in any call: by its own offset or index."""
@@ -64,7 +64,7 @@ class Start(enum.Enum):
 
 
 class Tokens(enum.Enum):
-    """What ``token`` is."""
+    """Meanings of ``token`` in a part."""
 
     ROWS = "rows"
     """``b * q_len`` and the row of q, whose position is another."""
@@ -76,7 +76,7 @@ class Tokens(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How a part differs from a whole call."""
+    """Differences of a part from a whole call."""
 
     sizes: frozenset[str] = frozenset()
     """Names of :data:`VARIABLE_OF` of which the whole has more."""
@@ -225,7 +225,7 @@ def _packed_token(names: _Names) -> Node:
 
 
 def _add_tokens(known: dict[Node, Node], changes: Changes, names: _Names) -> None:
-    """What ``token`` and ``tokens`` are, after all other names are known."""
+    """Add ``token`` and ``tokens`` to ``known``, after all other names are known."""
     if changes.tokens is Tokens.PACKED:
         known[var(TOKEN)] = _packed_token(names)
         known[size(TOKENS)] = size(names[TOKENS])

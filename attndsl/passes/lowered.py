@@ -42,7 +42,7 @@ class Lowered:
 
 
 def contractions_of(program: Program, lower: Callable[[Program], Lowered]) -> Contractions | None:
-    """How the contractions of ``program`` run; ``lower`` lowers the program without them."""
+    """Contractions of ``program``, if any; ``lower`` lowers the program without them."""
     found = widen(program)
     if isinstance(found, Widened):
         return Contractions(lower(found.program), found.terms, found.row)
@@ -51,7 +51,7 @@ def contractions_of(program: Program, lower: Callable[[Program], Lowered]) -> Co
 
 @dataclass(frozen=True, slots=True)
 class Contractions:
-    """How a program's contractions run."""
+    """Way in which a program's contractions run."""
 
     wide: Lowered | None
     """The same program without them: its raw score is the other's plus ``terms``, and its score the

@@ -1,6 +1,6 @@
-"""How large the values of an expression can be, whatever goes into it.
+"""Bound on the magnitude of an expression's values, whatever goes into it.
 
-Of a soft cap the answer is known when a program is compiled: a softmax of such scores needs no
+Of a soft cap the bound is known when a program is compiled: a softmax of such scores needs no
 maximum to be subtracted. Of a sine's argument it is known as soon as positions have bounds
 (:mod:`.angles`). NaN counts as no value; whoever computes with it gets it back.
 

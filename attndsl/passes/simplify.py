@@ -119,7 +119,7 @@ def _fold(item: Node) -> Node | None:
 
 
 def _is(item: Node, value: bool | int | float) -> bool:
-    """Whether ``item`` is this constant, of this type, sign of zero included."""
+    """Return True if ``item`` is this constant, of this type, sign of zero included."""
     if item.op is not Op.CONST or type(item.value) is not type(value):
         return False
     if isinstance(value, float):

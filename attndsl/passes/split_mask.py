@@ -116,7 +116,7 @@ class _Lines:
             self.values[self._before] = self.score
 
     def _opened(self, value: Node) -> Node:
-        """What a line says, with ``BEFORE`` and ``values`` in place of the lines before it."""
+        """Value of a line, with ``BEFORE`` and ``values`` in place of the lines before it."""
         if value in self._known:
             # Lines after this one read it as ``BEFORE``, within what is known too.
             self._known = dict(self.values)
@@ -212,7 +212,7 @@ def _refusal(part: _Part, what: str, line: Line) -> TypeMismatchError:
 
 
 def _always_reads(root: Node, reads: dict[Node, bool]) -> bool:
-    """Whether the value of ``root`` depends on ``BEFORE``, or is -inf, for every pair.
+    """Return True if the value of ``root`` depends on ``BEFORE``, or is -inf, for every pair.
 
     Args:
         root: FLOAT.

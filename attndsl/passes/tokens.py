@@ -24,7 +24,7 @@ _KNOWN = {
 
 
 def mentions_tokens(program: Program) -> bool:
-    """Whether a program, or the size of a tensor of it, is written with either name."""
+    """Return True if a program, or the size of a tensor of it, is written with either name."""
     dims = [dim for decl in program.tensors for dim in decl.dims]
     return not _KNOWN.keys().isdisjoint(toposort(*program.roots(), *dims))
 

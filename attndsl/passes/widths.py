@@ -47,7 +47,7 @@ def range_of_bits(bits: int) -> Range:
 
 
 def fits(found: Range, limits: Range = INT32) -> bool:
-    """Whether ``found`` lies within ``limits``."""
+    """Return True if ``found`` lies within ``limits``."""
     return limits[0] <= found[0] and found[1] <= limits[1]
 
 

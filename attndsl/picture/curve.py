@@ -26,7 +26,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """What becomes of raw scores at one pair of positions."""
+    """Curve of the score, or the weight, over the raw score at one pair of positions."""
 
     what: str
     """``score``, or ``weight`` where the program has weights of its own."""
@@ -42,7 +42,7 @@ class Curve:
 
     @property
     def caption(self) -> str:
-        """What is drawn, and where."""
+        """Text that names the value drawn, and the pair of positions."""
         return f"{self.what} of a raw score, at q = {self.q}, kv = {self.kv}"
 
     @property
@@ -110,7 +110,7 @@ def _place(pairs: torch.Tensor) -> tuple[int, int]:
 
 
 def _bends(values: torch.Tensor) -> bool:
-    """Whether ``values`` (n,) leave the line between their ends by more than can be overlooked."""
+    """Return True if ``values`` (n,) are not all finite, or bend visibly from a line."""
     finite = values[values.isfinite()]
     if finite.numel() < values.numel():
         return True

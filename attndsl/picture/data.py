@@ -98,7 +98,7 @@ class PictureData:
 
     @property
     def live(self) -> str:
-        """How many pairs are live, in words."""
+        """Percentage and number of live pairs, in words."""
         live, pairs = int(self.mask.sum()), self.mask.numel()
         percent = 100 * live / pairs
         # A mask of a few pairs is not one of none.
@@ -113,7 +113,7 @@ class PictureData:
 
     @property
     def place(self) -> str:
-        """Which part of a call it is, and at which tile size."""
+        """Batch entry, head and tile size of the picture, in words."""
         return (
             f"batch entry {self.b} of {self.batch}, head {self.h} of {self.heads}, "
             f"tiles of {self.block_m} x {self.block_n} (queries x keys)"
@@ -127,7 +127,7 @@ class PictureData:
 
     @property
     def shows_scores(self) -> bool:
-        """Whether the scores of pairs say anything that the curve does not."""
+        """True if the scores of pairs say anything that the curve does not."""
         if not self.changes_score or self.curve is None:
             return self.changes_score
         live = self.score[self.mask]
@@ -296,7 +296,7 @@ def _only(scope: Scope, b: int, h: int) -> Scope:
 
 
 def _pairs(lowered: Lowered, scope: Scope, raw_score: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which pairs are live, and their scores: (q_len, kv_len) each."""
+    """Mask of live pairs, and their scores, NaN elsewhere: (q_len, kv_len) each."""
     program = lowered.program
     q, kv = scope.variables["q"], scope.variables["kv"]
     shape = (q.shape[2], kv.shape[3])

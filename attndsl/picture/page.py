@@ -1,4 +1,4 @@
-"""What notebooks show: pictures as objects, and programs as pictures with their text."""
+"""Displays of notebooks: pictures as objects, and programs as pictures with their text."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ def _runs(row: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _ticks(length: int, pixels: int, room: int) -> range:
-    """Where labels stand: a power of two apart, and at least ``room`` pixels."""
+    """Positions of labels: a power of two apart, and at least ``room`` pixels."""
     step = 1
     while pixels * step < room * length:
         step *= 2

@@ -1,4 +1,4 @@
-"""What the page is told about a program: functions from a request to an answer."""
+"""Answers to the page about a program: functions from a request to an answer."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _details(asked: Asked, source: Source) -> DetailsAnswer:
 
 
 def _explained(attention: Attention, view: View, given: Mapping[str, Number]) -> tuple[str, str]:
-    """What ``explain`` says at the lengths of ``view``, and which captures were made up for it."""
+    """Text of ``explain`` at the lengths of ``view``, and the captures that were made up for it."""
     n, program = view.cost_len, attention.lowered.program
     sizes = {**_sizes(view), "q_len": n, "kv_len": n}
     read = leaf_names(program.mask)

@@ -1,4 +1,4 @@
-"""Which requests the page's server takes, and what browsers may do with its answers.
+"""Rules on requests that the page's server takes, and on what browsers may do with its answers.
 
 The server listens on this machine alone. Browsers on it open pages of anybody, and those must not
 reach it: neither by requests of another origin, nor by a name of their own that leads here (DNS
@@ -40,7 +40,7 @@ class Guard:
     """In the page, which no other origin can read."""
 
     def objection(self, method: str, headers: Mapping[str, str]) -> str | None:
-        """Why a request is refused; None where it is not.
+        """Reason why a request is refused; None where it is not.
 
         Args:
             method: ``GET``, ``POST``, ...

@@ -1,4 +1,4 @@
-"""What the page asks and what it is told, as records. Never imports torch.
+"""Requests of the page and answers to it, as records. Never imports torch.
 
 Requests come from a browser and may hold anything: :func:`read_asked` lets through what is within
 the bounds that are stated here.
@@ -31,7 +31,7 @@ Number = bool | int | float
 
 
 class Kind(StrEnum):
-    """What is asked for."""
+    """Kind of a request."""
 
     PICTURE = "picture"
     DETAILS = "details"
@@ -124,7 +124,7 @@ BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Which kernel's text is asked for."""
+    """Choice of the kernel whose text is asked for."""
 
     direction: Direction = Direction.FORWARD
     family: Family = Family.TRITON
@@ -182,7 +182,7 @@ class ParamField:
 
 @dataclass(frozen=True, slots=True)
 class PictureAnswer:
-    """What a program looks like at the sizes of a :class:`View`."""
+    """Picture of a program at the sizes of a :class:`View`, and texts about it."""
 
     svg: str
     summary: str
@@ -199,7 +199,7 @@ class PictureAnswer:
 
 @dataclass(frozen=True, slots=True)
 class DetailsAnswer:
-    """What may take seconds to find out: sets of tiles, and counts of these."""
+    """Details that may take seconds to find out: sets of tiles, and counts of these."""
 
     loops: str
     cost: str

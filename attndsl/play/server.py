@@ -52,7 +52,7 @@ _TOKEN_MARK = "{{token}}"
 
 
 class Answering(Protocol):
-    """What answers requests: :class:`~.helpers.Helpers`, or a stand-in for tests."""
+    """Interface that answers requests: :class:`~.helpers.Helpers`, or a stand-in for tests."""
 
     async def start(self) -> None:
         """Before the first request."""

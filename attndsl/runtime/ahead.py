@@ -50,7 +50,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class Ahead:
-    """What one call knows before its results: used once, and so is what comes of it."""
+    """Tangents of one call, known before its results; they and those of results are used once."""
 
     known: dict[int, torch.Tensor]
     """See :func:`tangents_of`."""
@@ -90,7 +90,7 @@ class Ahead:
 
 
 def _elements(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What tells the elements of two tensors apart, or those before and after somebody wrote."""
+    """Address, dtype, shape, strides and version, which tell a tensor's elements from others."""
     # Tensors made in inference mode count no versions.
     version = None if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version

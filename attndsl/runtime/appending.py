@@ -26,7 +26,7 @@ BY_KERNEL = "decode"
 
 
 class Places(NamedTuple):
-    """Where the tokens of a step lie in pages.
+    """Pages and rows in which the tokens of a step lie.
 
     A token that has no place stands for the first one that has, so that sizes tell no values.
     """
@@ -69,7 +69,7 @@ def append(
 
 
 def places_of(cache: PagedCache, starts: torch.Tensor, tokens: int) -> Places:
-    """Where each token lies; tokens without a request, or with a wrong page, have no place.
+    """Page and row of each token; tokens without a request, or with a wrong page, have none.
 
     Reads no value on the host. There is a token, a request and a page at least.
     """

@@ -45,7 +45,7 @@ _PYTHON: dict[DType, tuple[type, ...]] = {
 
 
 def is_wide(name: str, dtype: object, own: torch.dtype) -> bool:
-    """Whether the argument ``name`` asks for fp32 results of operands of a half type.
+    """Return True if the argument ``name`` asks for fp32 results of operands of a half type.
 
     Raises:
         DTypeError: It asks for another dtype than that and the operands' ``own``.
@@ -305,7 +305,7 @@ def _instead_of(name: str, needed: list[str]) -> str:
 def kinds_of(
     options: tuple[object, ...], tiles: object, captures: Mapping[str, object], numbers: object
 ) -> tuple[object, ...]:
-    """What validation looks at in a call's options and captures.
+    """Properties of a call's options and captures that validation looks at.
 
     Args:
         options: Those whose kinds matter.

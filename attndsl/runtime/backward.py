@@ -64,7 +64,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which gradients are to be made, and how."""
+    """Gradients to make, by name, and their dtype."""
 
     operands: Collection[str] = OPERANDS
     """Among ``q``, ``k`` and ``v``."""
@@ -75,7 +75,7 @@ class Asked:
 
 
 def wants_for(call: Call, asked: Asked) -> Wants:
-    """What a backend is to make.
+    """Gradients of ``call`` that a backend is to make.
 
     Raises:
         ArgumentError: A name that is no operand, or no float tensor that is captured.

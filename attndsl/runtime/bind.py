@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What a call says beside its tensors and where it lies.
+    """Options of a call: its arguments beside tensors and location.
 
     See :meth:`attndsl.Attention.__call__` for each.
     """
@@ -170,7 +170,7 @@ def _sizes_and_part(
 
 
 def _rows_are_moved(location: Location) -> bool:
-    """Whether logical positions of queries may be others than the numbers of their rows."""
+    """Return True if logical positions of queries may differ from the numbers of their rows."""
     offset = location.q_offset
     return location.q_index is not None or isinstance(offset, torch.Tensor) or offset != 0
 

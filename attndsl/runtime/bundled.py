@@ -44,7 +44,7 @@ _IMPORTING = "importing-"
 
 
 class Imported(NamedTuple):
-    """What an import did."""
+    """Result of importing a bundle."""
 
     bundle: Bundle
     """The copy."""
@@ -310,13 +310,13 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _joined(own: Entry, found: Entry) -> dict[str, Any]:
-    """What both record of compiled code, the second one first."""
+    """Compiled code that either entry records, by slot; that of ``found`` comes first."""
     slots: list[Any] = [own.meta.get("compiled", {}), found.meta.get("compiled", {})]
     return {**slots[0], **slots[1]}
 
 
 def _stamp(folder: Path) -> tuple[int, ...]:
-    """What tells a bundle from the one that took its place."""
+    """Inode, modification time and size of ``bundle.json``: others once a bundle is replaced."""
     try:
         found = (folder / MANIFEST).stat()
     except (OSError, ValueError):

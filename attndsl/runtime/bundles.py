@@ -55,7 +55,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class File(NamedTuple):
-    """What a bundle says of one of its files."""
+    """Size and SHA-256 that a bundle records of one of its files."""
 
     bytes: int
     sha256: str
@@ -63,7 +63,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """What the kernels of a bundle were compiled with."""
+    """Versions with which the kernels of a bundle were compiled."""
 
     attndsl: str
     fingerprint: str
@@ -105,7 +105,7 @@ class Bundle:
         return [name.removeprefix("entries/").removesuffix(".json") for name in names]
 
     def why_not(self) -> str | None:
-        """Why no kernel of it can be used in this process, whatever the GPU; or None."""
+        """Reason why this process can use no kernel of the bundle, whatever the GPU; or None."""
         here = Versions.here()
         wrong = [
             f"{name} {own}, and here is {found}"
@@ -120,13 +120,13 @@ class Bundle:
         return None if not wrong else f"it is for {'; '.join(wrong)}"
 
     def why_no_launchers(self) -> str | None:
-        """Why launchers are compiled here although the kernels are not; or None."""
+        """Reason why launchers are compiled here although the kernels are not; or None."""
         if self.driver is None or self.versions.python == (here := python_suffix()):
             return None
         return f"its launchers are for Python's {self.versions.python}, and here is {here}"
 
     def has_launcher(self, name: str) -> bool:
-        """Whether it has the launcher ``name``, for this Python."""
+        """Return True if the bundle has the launcher ``name``, for this Python."""
         return name in self.files and name.endswith(python_suffix())
 
     def entry(self, key: str) -> Entry | None:
@@ -148,7 +148,7 @@ class Bundle:
         return Entry(found.path, found.source, {**found.meta, "compiled": own})
 
     def _resolved(self, key: str, recorded: Any) -> dict[str, Any]:
-        """What an entry records of compiled code, with paths of files that were checked."""
+        """Record of compiled code in an entry, with paths and digests of its checked files."""
         try:
             files = {str(name): str(path) for name, path in recorded["files"].items()}
         except (KeyError, TypeError, AttributeError) as error:
@@ -210,17 +210,17 @@ class Bundle:
 
 
 def is_name(name: str) -> bool:
-    """Whether a file of a bundle may have this name, besides ``bundle.json``."""
+    """Return True if a file of a bundle, other than ``bundle.json``, may have this name."""
     return _NAMES.fullmatch(name) is not None
 
 
 def is_digest(text: str) -> bool:
-    """Whether ``text`` is the name of a digest."""
+    """Return True if ``text`` is a SHA-256 digest in lower-case hex."""
     return _SHA256.fullmatch(text) is not None
 
 
 def python_suffix() -> str:
-    """What libraries for this Python end with."""
+    """Suffix of file names of extension libraries for this Python."""
     return str(sysconfig.get_config_var("EXT_SUFFIX") or "")
 
 

@@ -246,7 +246,7 @@ class KernelCache:
         open_folder(self.folder, make=True).close()
 
     def _lists_after(self, written: int) -> bool:
-        """Whether the writer of ``written`` bytes lists the folder, drawn by chance."""
+        """Draw by chance whether the writer of ``written`` bytes lists the folder."""
         return _CHANCE.random() * self.limit < written * _LISTINGS
 
     def _warn_of(self, error: OSError | ConfigError) -> None:
@@ -352,7 +352,7 @@ def verified_entry(path: Path, key: str, content: bytes, source: bytes) -> Entry
 
 
 def _described(folder: OwnedFolder, key: str, files: _Files) -> tuple[str, int, float, About]:
-    """What a listing shows of an entry."""
+    """Kind, bytes, time of last use and description of an entry, for a listing."""
     try:
         meta = _verified(folder, key).meta
     except (OSError, ValueError):
@@ -369,7 +369,7 @@ def described_entry(meta: Mapping[str, object]) -> tuple[str, About]:
 
 
 def _about(found: object) -> About:
-    """What an entry says of itself, as far as it is of the form that is written."""
+    """Description of an entry; fields of another type, or too long, have their defaults."""
     given = found if isinstance(found, dict) else {}
     kept: dict[str, Any] = {}
     for each in fields(About):
@@ -396,7 +396,7 @@ def _write(folder: OwnedFolder, key: str, source: str, described: str) -> None:
 
 
 def entry_text(key: str, source: str, meta: Mapping[str, object]) -> str:
-    """What the ``.json`` of an entry holds."""
+    """Text of an entry's ``.json``: the line of the digest, then format, key and ``meta``."""
     described = {"format": FORMAT_VERSION, "key": key, "meta": dict(meta)}
     # Without the opening brace, which the line of the digest has.
     rest = json.dumps(described, indent=1).removeprefix("{\n")
@@ -412,6 +412,6 @@ def _holds(folder: OwnedFolder, name: str, content: bytes) -> bool:
 
 
 def _digest(rest: bytes, source: bytes) -> str:
-    """Of all bytes of an entry except the line of the digest."""
+    """SHA-256, in hex, of all bytes of an entry except the line of the digest."""
     # The length keeps bytes from moving from one file to the other unseen.
     return hashlib.sha256(b"%d\n%b%b" % (len(rest), rest, source)).hexdigest()

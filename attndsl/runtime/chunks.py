@@ -50,7 +50,7 @@ _TILE = 128
 
 
 class Slots(NamedTuple):
-    """How many requests of a step may have many queries, and how their calls hold them."""
+    """Most requests of a step with many queries, and the slots in which calls hold them."""
 
     capacity: int
     """The most such requests."""
@@ -65,7 +65,7 @@ class Slots(NamedTuple):
 
 
 class Chunked(NamedTuple):
-    """What the chunks of steps of one signature share."""
+    """Slots, backend, terms and call that the chunks of steps of one signature share."""
 
     slots: Slots
     backend: Backend
@@ -108,12 +108,12 @@ def slots_of(step: Step, cache: PagedCache, most_chunks: int | None) -> Slots | 
 
 
 def has_formulas(lowered: Lowered) -> bool:
-    """Whether a dense call of chunks finds its tiles without lists, which each step would make."""
+    """Return True if formulas tell the tiles of a dense call, so that no step makes lists."""
     return lowered.sparsity.loop(FORWARD, _TILE, _TILE, False, False).listed is None
 
 
 def visits_beyond(lowered: Lowered, tensors: Mapping[str, torch.Tensor]) -> tuple[bool, bool]:
-    """Whether a dense call may visit tiles behind the keys of a request.
+    """Tell whether a dense call may visit tiles behind the keys of a request.
 
     It visits all tiles if an int is too large for formulas.
 
@@ -186,7 +186,7 @@ def example_operands(
 def location_of_slots(
     slots: Slots, found: torch.Tensor, step: Step, cache: PagedCache, heads: Location
 ) -> Location:
-    """Where a call of slots lies in the whole; ``heads`` says which heads it has."""
+    """Location of a call of slots in the whole; ``heads`` says which heads it has."""
     request, token, position, length = found[:4, : slots.together]
     packed = Packed(token, step.q.shape[0], cache.room, step.positions, request)
     return Location(

@@ -38,7 +38,7 @@ Choice = int | slice | None
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Which pairs of a call are looked at: first ones, and those behind the last ones."""
+    """Ranges of batch entries, heads and rows to look at: the first, and the one past the last."""
 
     b: tuple[int, int]
     h: tuple[int, int]

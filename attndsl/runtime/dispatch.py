@@ -1,4 +1,4 @@
-"""Which backend runs a call."""
+"""Choice of the backend that runs a call."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def choose_backend(
 def backend_of(
     lowered: Lowered, name: str, device: torch.device, checked: bool, dtype: torch.dtype
 ) -> tuple[Backend, str]:
-    """As :func:`choose_backend`, for one program: kernels get a helper for what they do not have.
+    """Run :func:`choose_backend` for one program; kernels get a helper for dots they do not have.
 
     Raises:
         BackendError: The backend does not work here; says why.
@@ -123,7 +123,7 @@ def _is_hopper(index: int | None) -> bool:
 
 @lru_cache(maxsize=1)
 def why_no_hopper_kernels() -> str | None:
-    """Why this Triton has no Gluon as the kernels know it, which is experimental; or None."""
+    """Reason why this Triton lacks Gluon as the kernels know it, an experimental part; or None."""
     try:
         import_module("attndsl.backends.hopper.family")
     except (ImportError, AttributeError) as error:
@@ -143,7 +143,7 @@ def _cpu(checked: bool) -> Backend:
 
 
 def _store() -> Store:
-    """Where kernels are kept, with what loading them needs."""
+    """Store of kernels, with everything ready that loading them needs."""
     store = default_cache()
     store.prepare()
     return store
@@ -215,7 +215,7 @@ GENERATED = tuple(name for name, known in _KNOWN.items() if known.generated)
 
 
 def why_not_loaded(name: str) -> str | None:
-    """Why this Triton cannot load the kernels of a backend, or None."""
+    """Reason why this Triton cannot load the kernels of a backend, or None."""
     return _KNOWN[name].missing()
 
 

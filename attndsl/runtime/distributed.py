@@ -1,4 +1,4 @@
-"""What tells whether a call is one of several processes, without torch's parts for these.
+"""Checks whether a call is one of several processes, without torch's parts for these.
 
 Those take long to import, and a process that has none of them has no such call.
 """
@@ -18,7 +18,7 @@ OF_TORCH = torch._C._nn.scaled_dot_product_attention
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether ``value`` is a ``torch.distributed.tensor.DTensor``."""
+    """Return True if ``value`` is a ``torch.distributed.tensor.DTensor``."""
     # What has been imported is an attribute of its parent. To ask ``sys.modules`` instead would
     # make torch.compile look at the thousands of modules there are, for each graph.
     home: Any = getattr(torch.distributed, "tensor", None)
@@ -26,7 +26,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def is_within_context_parallel() -> bool:
-    """Whether torch's ``context_parallel`` is on."""
+    """Return True if torch's ``context_parallel`` is on."""
     now = functional.scaled_dot_product_attention
     return now is not OF_TORCH and str(getattr(now, "__module__", "")).startswith(_HOME)
 

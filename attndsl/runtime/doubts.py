@@ -50,7 +50,7 @@ def _level() -> int:
 def doubts_of_call(
     program: Program, call: Call, said: Mapping[str, object]
 ) -> Iterator[ProgramWarning]:  # fmt: skip
-    """What a call is given and hardly can mean.
+    """Warnings about arguments that a caller can hardly mean.
 
     Args:
         program: What is called.
@@ -104,7 +104,7 @@ _CAUSAL = node(Op.LE, var("kv"), var("q"))
 
 
 def _is_causal(mask: Node | None) -> bool:
-    """Whether a pair must have ``kv <= q``, in the words of ``causal()``, to be live."""
+    """Return True if live pairs must have ``kv <= q``, in the words of ``causal()``."""
     ahead = [] if mask is None else [mask]
     while ahead:
         condition = ahead.pop()

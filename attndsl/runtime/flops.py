@@ -1,4 +1,4 @@
-"""How much of a call's work is left out, as counters of operations take it.
+"""Share of a call's work that is left out, for counters of operations.
 
 FlexAttention's formula takes off the share of tiles that its block mask leaves out, and has tiles
 of 128 x 128 (``torch.utils.flop_counter``). So does this one, by the program's own tiles. It looks
@@ -38,7 +38,7 @@ _ALL = 1, 1
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a share depends on."""
+    """Arguments of a call on which its share of live tiles depends."""
 
     spec: str
     shapes: tuple[tuple[int, ...], ...]

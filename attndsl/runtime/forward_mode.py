@@ -33,14 +33,14 @@ _modes = torch._C._len_torch_dispatch_stack
 
 
 def has_tangents() -> bool:
-    """Whether forward mode is on, by dual tensors or ``torch.func.jvp``."""
+    """Return True if forward mode is on, by dual tensors or ``torch.func.jvp``."""
     return forward_ad._current_level >= 0
 
 
 def attend_with_tangents(
     backend: Backend, lowered: Lowered, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`.higher.attend_in_chunks`, with the kernels that ``backend`` has."""
+    """Run :func:`.higher.attend_in_chunks`, or the kernels of a ``backend`` that has tangents."""
     if not isinstance(backend, ForwardMode):
         return attend_in_chunks(lowered, call)
     form, tensors = flattened(call)
@@ -112,5 +112,5 @@ def _as_of_kernels(found: tuple[torch.Tensor, torch.Tensor]) -> Tensors:
 
 
 def _is_seen(inputs: Tensors) -> bool:
-    """Whether a transform or a mode looks into what is done with ``inputs``."""
+    """Return True if a transform or a dispatch mode looks into operations on ``inputs``."""
     return _modes() > 0 or any(map(_is_wrapped, inputs))

@@ -135,7 +135,7 @@ def constant_kinds(tensors: Sequence[Any], numbers: Iterable[Any]) -> list[tuple
 
 
 class Constants(NamedTuple):
-    """What is constant in a call while a graph is made."""
+    """Constants of a call while a graph is made: kinds of tensors, location and options."""
 
     kinds: Sequence[tuple[Any, ...]]
     """Class, shape, strides, dtype and device of q, k, v and each captured tensor."""
@@ -196,7 +196,7 @@ def arguments_of(
 
 
 class Kept:
-    """What is made while graphs are made, as attributes, so that graphs depend on each alone."""
+    """Objects made while graphs are made, as attributes, so that graphs depend on each alone."""
 
 
 KEPT = Kept()

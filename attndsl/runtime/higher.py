@@ -38,7 +38,7 @@ _is_within_transform = torch._C._are_functorch_transforms_active
 
 
 def is_transformed() -> bool:
-    """Whether tangents or a ``torch.func`` transform may be about, which kernels cannot see."""
+    """Return True if tangents or ``torch.func`` transforms may be on, which kernels cannot see."""
     return _is_within_transform() or forward_ad._current_level >= 0
 
 
@@ -153,7 +153,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flattened(call: Call) -> tuple[Form, Tensors]:
-    """As :meth:`~attndsl.backends.base.Call.flatten`, without what holds for all rows alone."""
+    """Flatten ``call`` without its tile map and signature, which hold for all rows alone."""
     return call._replace(tiles=None, signature=None).flatten()
 
 

@@ -253,5 +253,5 @@ def _inferred(
 
 
 def _is_part(location: Location, name: str) -> bool:
-    """Whether a capture may have more of these than the call."""
+    """Return True if the whole's ``name`` is given: captures may have more than the call."""
     return getattr(location, name, None) is not None

@@ -40,7 +40,7 @@ _INT_FIELDS = (*_OWN_NUMBERS, "q_offset", "kv_offset")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where in a larger call a call's rows, keys, heads and batch entries lie, as it says itself.
+    """Place of a call's rows, keys, heads and batch entries in a larger call, as it says itself.
 
     See :meth:`attndsl.Attention.__call__` for each.
     """
@@ -62,7 +62,7 @@ class Location:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing but positions is said, by one number or index for all batch entries."""
+        """True if only positions are given, by one number or index for all batch entries."""
         return (
             self.q_len is None and self.kv_len is None and self.heads is None
             and self.kv_heads is None and self.batch is None and self.kv_lengths is None
@@ -72,7 +72,7 @@ class Location:
         )  # fmt: skip
 
     def numbers(self, program: Program) -> tuple[object, ...]:
-        """What makes calls of ``program`` have different signatures, beside offsets and indices.
+        """Numbers and kind of ``kv_lengths`` by which signatures of calls of ``program`` differ.
 
         Raises:
             ArgumentError: One that is no int.
@@ -127,13 +127,13 @@ def sizes_of_whole(given: Mapping[str, int] | None) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def has_rows(program: Program) -> bool:
-    """Whether numbers of queries or keys are dims of tensors, of which a part may have its own."""
+    """Return True if a tensor has a dim ``q_len`` or ``kv_len``: a part may have its own share."""
     dims = [dim for decl in program.tensors for dim in decl.dims]
     return any(dim.op is Op.SIZE and dim.value in ("q_len", "kv_len") for dim in dims)
 
 
 def kind_of(value: object) -> object:
-    """What validation looks at in an argument whose value may change from call to call."""
+    """Type of an argument, or shape, strides, dtype and device of a tensor, for validation."""
     # The type of a number is faster to look at: see M19 in docs/measured.md.
     if type(value) not in _NUMBERS and isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
@@ -145,7 +145,7 @@ WHOLE = Location()
 
 
 def is_by_entry(offset: object) -> bool:
-    """Whether an offset has an element for each batch entry."""
+    """Return True if an offset has an element for each batch entry."""
     return isinstance(offset, torch.Tensor) and offset.dim() == 1
 
 
@@ -258,7 +258,7 @@ def _kv_heads(program: Program, location: Location, sizes: Mapping[str, int]) ->
 
 
 def mentions_key_heads(program: Program) -> bool:
-    """Whether a program speaks of key heads, in expressions or in the sizes of tensors."""
+    """Return True if expressions of a program, or sizes of its tensors, mention key heads."""
     dims = [dim for decl in program.tensors for dim in decl.dims]
     return any(
         (item.op is Op.VAR and item.value == "hkv")

@@ -53,7 +53,7 @@ class ThroughOperators(Backend):
     """Those of the operators."""
 
     def __init__(self, backend: Backend, request: Request, call: Call) -> None:
-        """As of :func:`seen_by_modes`."""
+        """See :func:`seen_by_modes`."""
         self.name = backend.name
         self._backend = backend
         self._request = request

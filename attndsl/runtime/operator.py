@@ -1,4 +1,4 @@
-"""What runs the operators of :mod:`attndsl.operators`, and calls as their arguments."""
+"""Implementation of the operators of :mod:`attndsl.operators`, and calls as their arguments."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def operands(
     scale: float | None,
     varying: Callable[[list[float]], torch.Tensor | None] | None = None,
 ) -> Operands:
-    """What stands for a call in the operators' arguments.
+    """The operators' arguments that stand for a call.
 
     Args:
         request: The program.
@@ -124,7 +124,7 @@ def operands(
 
 
 def _whole(call: Call, part: Part) -> list[int]:
-    """What the operators' ``whole`` says of a part."""
+    """The operators' ``whole`` of a part: sizes of the whole call, offsets, kinds of positions."""
     sizes = call.sizes
     return [
         sizes["q_len"] if "q" in part.counted else -1,
@@ -140,7 +140,7 @@ def _whole(call: Call, part: Part) -> list[int]:
 
 
 def location_of(given: Operands) -> Location:
-    """Where the call lies, with lengths only where it is a part."""
+    """Location of the call, with lengths only where it is a part."""
     whole = given.whole
     nowhere = given.q_origin is None and given.kv_origin is None
     if not whole and nowhere and given.q_offset == 0 == given.kv_offset:
@@ -186,7 +186,7 @@ def params_of(program: Program, given: Operands, floats: Iterator[float]) -> dic
 
 
 class Known(NamedTuple):
-    """What is known of all calls that are like one."""
+    """Program, call template, backend and bound forward that calls of one key share."""
 
     lowered: Lowered
     call: Call
@@ -199,7 +199,7 @@ class Known(NamedTuple):
 
 
 class KnownBackward(NamedTuple):
-    """What is known of all backwards that are like one."""
+    """Wanted gradients and bound backward that backwards of one key share."""
 
     asked: _Asked
     bound: BoundBackward
@@ -207,7 +207,7 @@ class KnownBackward(NamedTuple):
 
 
 def _key_of(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[object, ...]:
-    """What calls that are alike have in common."""
+    """Key that alike calls share: ``what``, device, numbers, and shapes and dtypes of tensors."""
     key = [what, tensors[0].device, *ints]
     for x in tensors:
         key += (x.shape, x.stride(), x.dtype)
@@ -219,7 +219,7 @@ def _key_of(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[object, ..
 
 
 def _is_usual(tensors: Any) -> bool:
-    """Whether nobody listens or differentiates, and addresses are as those of allocations."""
+    """Return True if nobody listens or differentiates, and addresses are aligned as allocations."""
     if profiler._is_profiler_enabled or torch.is_grad_enabled() or LOG.isEnabledFor(logging.INFO):
         return False
     bits = 0
@@ -242,7 +242,7 @@ def _readable(tensors: Any) -> Any:
 def _called(
     key: tuple[object, ...], tensors: Any, what: str, ints: Any, floats: Any
 ) -> tuple[Known, Call]:
-    """What is known of a call of this key, and the call; it has a signature if that is kept.
+    """The :class:`Known` of this key, and the call; it has a signature if that is kept.
 
     Graphs make the same calls again and again. What follows from shapes and numbers is found out
     once.
@@ -297,7 +297,7 @@ def _found_out(given: Operands) -> Known:
 
 
 def through_operator(given: Operands, call: Call, backward: Backward) -> Gradients:
-    """What ``attndsl::backward`` finds; it is not differentiable.
+    """Gradients that ``attndsl::backward`` returns; they are not differentiable.
 
     Args:
         given: What stands for ``call``.
@@ -387,7 +387,7 @@ def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.
 
 
 class _Asked(NamedTuple):
-    """What is asked of a backward, in a backend's terms."""
+    """Gradients that a backward is asked for, in a backend's terms."""
 
     results: int
     """Tensors before the call's."""
@@ -396,12 +396,12 @@ class _Asked(NamedTuple):
     wanted: Wants
 
     def backward(self, tensors: Any) -> Backward:
-        """What a backend gets, of the operator's tensors."""
+        """Results, gradients and wants that a backend gets, from the operator's tensors."""
         out, lse, grad_out, *others = tensors[: self.results]
         return Backward(out, lse, grad_out, others[0] if others else None, self.wanted)
 
     def listed(self, found: Gradients, like: torch.Tensor) -> list[torch.Tensor]:
-        """What the operator returns: something for each tensor that may have a gradient."""
+        """The operator's results: a gradient, maybe empty, for each tensor that may have one."""
         gradients = [found.q, found.k, found.v]
         for name in self.names:
             of_capture = found.tensors.get(name, found.params.get(name))
@@ -411,7 +411,7 @@ class _Asked(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _asked(what: str, tensors: tuple[str, ...], params: tuple[str, ...]) -> _Asked:
-    """What is asked of a backward.
+    """Gradients that a backward is asked for.
 
     A part's program has captures of its own behind the others, which have no gradients.
 

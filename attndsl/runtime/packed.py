@@ -89,7 +89,7 @@ def keys_of_run(cache: PagedCache, run: Run, dtype: torch.dtype) -> Keys:
 
 
 def location_of(step: Step, cache: PagedCache, run: Run, heads: Location) -> Location:
-    """Where a run's call lies in the whole of its requests.
+    """Location of a run's call in the whole of its requests.
 
     Args:
         step: The packed queries.

@@ -85,7 +85,7 @@ class PagedCache:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether pages hold numbers of 8 bits."""
+        """True if pages hold fp8 numbers, of 8 bits."""
         return self.k_pages.dtype is FP8
 
     def append(
@@ -319,7 +319,7 @@ def _starts_hint(cache: PagedCache) -> str:
 
 
 def _is_right(cache: PagedCache, starts: torch.Tensor, tokens: int | None) -> bool:
-    """Whether all values are right, page numbers beyond lengths too: most steps need no more."""
+    """Return True if all values are right, even page numbers beyond lengths, as in most steps."""
     check_starts(cache, starts)
     lengths, begins = cache.lengths.tolist(), starts.tolist()
     room = cache.room

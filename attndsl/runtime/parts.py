@@ -217,7 +217,7 @@ def _group(sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a part's calls of one signature become calls that backends get: they know no wholes."""
+    """Rules that turn a part's calls of one signature into calls for backends, without wholes."""
 
     lowered: Lowered
     """The program in the part's own terms."""
@@ -263,7 +263,7 @@ class Terms:
         )
 
     def _draws(self, call: Call) -> Draws | None:
-        """How dropout counts; None where that is as in a call of its own."""
+        """Numbering of dropout's rows in ``call``; None where it is that of a call of its own."""
         draws = self.draws
         if draws is None:
             return None
@@ -320,7 +320,7 @@ def with_narrow_positions(call: Call) -> Call:
 
 
 def terms_of(lowered: Lowered, call: Call) -> Terms:
-    """How calls of the signature of ``call``, which is a part, become calls that backends get.
+    """Rules that turn calls of the signature of ``call``, which is a part, into calls for backends.
 
     Args:
         lowered: The program.
@@ -406,7 +406,7 @@ def _narrow(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _changes(lowered: Lowered, call: Call, part: Part, own: Mapping[str, int]) -> Changes:
-    """What the program's names mean otherwise in the part than in a call of its own."""
+    """Differences in meaning of the program's names between the part and a call of its own."""
     program, packed = lowered.written, part.packed
     tokens = (
         Tokens.PACKED
@@ -436,7 +436,7 @@ def _changes(lowered: Lowered, call: Call, part: Part, own: Mapping[str, int]) -
 
 
 def _start(offset: int | torch.Tensor, index: torch.Tensor | None, by_row: bool) -> Start:
-    """How positions follow from rows; ``by_row`` where the program looks something up by rows."""
+    """Rule from rows to positions; ``by_row`` where the program looks something up by rows."""
     if index is not None:
         return Start.ROWS if by_row else Start.CALL
     if is_by_entry(offset):
@@ -452,7 +452,7 @@ def _start(offset: int | torch.Tensor, index: torch.Tensor | None, by_row: bool)
 
 
 def _draws(call: Call, part: Part, changes: Changes) -> tuple[Draws, tuple[bool, bool]]:
-    """How dropout counts, and whether from offsets on; see :class:`Terms`."""
+    """Numbering of dropout's rows, and whether it starts at offsets; see :class:`Terms`."""
     starts: list[int | None] = []
     by_offset = []
     for name, start in (("q", changes.q), ("kv", changes.kv)):

@@ -1,4 +1,4 @@
-"""What the layers of one step of serving share: made once, looked up by each of them.
+"""Plan that the layers of one step of serving share: made once, looked up by each of them.
 
 Non-goals: what a step is (:mod:`.packed`), and what steps of one signature share (:mod:`.steps`).
 """
@@ -40,7 +40,7 @@ _HINT = "make one plan for each step: attn.plan(cache, starts, tokens)"
 
 
 class Layer(NamedTuple):
-    """What layers of one plan share whose tensors look alike."""
+    """Prepared step and launch that layers of one plan share whose tensors look alike."""
 
     prepared: Prepared
     launch: tuple[Lowered, Call, Any] | None
@@ -62,7 +62,7 @@ class Layer(NamedTuple):
 
 
 def layer_of(prepared: Prepared, request: Request, captures: Captures) -> Layer:
-    """What layers share whose requests look like one that ``prepared`` has run."""
+    """Make the :class:`Layer` of requests that look like one that ``prepared`` has run."""
     program, index = prepared.program, request.q_index
     launch = None
     # Captures bring addresses of their own, and fp32 a setting of torch. Kernels read positions of
@@ -81,7 +81,7 @@ def layer_of(prepared: Prepared, request: Request, captures: Captures) -> Layer:
 def key_of_layer(
     request: Request, captures: Captures, names: tuple[str, ...]
 ) -> tuple[object, ...] | None:
-    """What a layer has that others of its plan may not have; None where it is looked at anew.
+    """Key of a layer, of all that may differ within its plan; None where it is looked at anew.
 
     Args:
         request: Its arguments, not checked.
@@ -106,7 +106,7 @@ def key_of_layer(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServingPlan:
-    """What the layers of one step share: :meth:`attndsl.Attention.plan` makes it.
+    """Plan that the layers of one step share: :meth:`attndsl.Attention.plan` makes it.
 
     A plan belongs to a program, and to the table, lengths and starts that it was made of. A call
     with others is refused. So is a call after one of these has changed in place, if the plan has
@@ -198,17 +198,17 @@ HELD = ("table", "lengths", "starts", "q_index")
 
 
 def versions_of(held: tuple[torch.Tensor | None, ...]) -> tuple[int | None, ...]:
-    """How often each tensor has changed in place; None for those that torch does not count."""
+    """Number of in-place changes of each tensor; None for those that torch does not count."""
     return tuple(None if x is None or x.is_inference() else x._version for x in held)
 
 
 def in_capture(device: torch.device) -> bool:
-    """Whether a CUDA graph records what is launched."""
+    """Return True if a CUDA graph records what is launched."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _is_same(own: object, other: object) -> bool:
-    """Whether two tensors are one place in memory."""
+    """Return True if two tensors have the same memory, shape, strides and dtype."""
     if not isinstance(own, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     return (
@@ -219,5 +219,5 @@ def _is_same(own: object, other: object) -> bool:
 
 
 def held_by(cache: PagedCache, starts: torch.Tensor, index: torch.Tensor | None) -> tuple[Any, ...]:
-    """What a plan is made of, in the order of its checks."""
+    """Tensors that a plan is made of, in the order of its checks."""
     return cache.table, cache.lengths, starts, index

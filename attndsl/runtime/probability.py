@@ -44,7 +44,7 @@ def _reader(root: Node) -> _Reader:
 
 
 class _Reader:
-    """What a probability is made of, and the numbers that the last good one was made of."""
+    """Params and sizes that a probability depends on, with their values of the last good one."""
 
     def __init__(self, root: Node) -> None:
         items = toposort(root)
@@ -58,7 +58,7 @@ class _Reader:
         self.good: list[tuple[type, object]] | None = None
 
     def check(self, call: Call) -> None:
-        """As :func:`check_probability`."""
+        """Refuse a call whose probability is outside of 0 to 1; see :func:`check_probability`."""
         if not self.known:
             return
         values: list[object] = [call.params[name] for name in self.params]

@@ -54,7 +54,7 @@ def make_spec(text: str, declared: Mapping[str, Declared], exact: bool = False) 
 
 
 class SpecParts(NamedTuple):
-    """What a spec says."""
+    """Parts of a spec: text, declarations and variant of a program."""
 
     text: str
     declared: dict[str, Declared]
@@ -123,7 +123,7 @@ def written_as(spec: str) -> Written:
 
 
 def lowered_at(spec: str, source: Source, declared: Mapping[str, Declared]) -> Lowered:
-    """What backends get of ``spec``.
+    """Lowered program of ``spec``, for backends; its errors point into ``source``.
 
     Args:
         spec: The program.
@@ -157,7 +157,7 @@ def pointing_into(source: Source) -> Iterator[None]:
 
 
 def lowered_program(spec: str) -> Lowered:
-    """What backends get of ``spec``.
+    """Lowered program of ``spec``, for backends.
 
     Raises:
         AttnDSLError: All that is wrong with the program.
@@ -166,7 +166,7 @@ def lowered_program(spec: str) -> Lowered:
 
 
 def warnings_at(spec: str, source: Source) -> list[ProgramWarning]:
-    """What the program of ``spec`` says and hardly can mean.
+    """Warnings of what the program of ``spec`` says and hardly can mean.
 
     Args:
         spec: A program without errors.
@@ -187,7 +187,7 @@ Row = tuple[str, str, str | None, int | None, int | None]
 
 
 class CompiledProgram(NamedTuple):
-    """What a process keeps of a spec."""
+    """Lowered program and warnings of a spec, which a process keeps."""
 
     lowered: Lowered
     warnings: tuple[Row, ...]

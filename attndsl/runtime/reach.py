@@ -1,4 +1,4 @@
-"""Which keys the rows of each tile of queries can see, and how many tiles that is: never a map.
+"""Keys that the rows of each tile of queries can see, and number of live tiles: never a map.
 
 Where the mask has a closed form, so has this: memory is that of the rows of tiles. Otherwise some
 rows of tiles are looked at together. What is found is sound: no key that a row sees is left out.

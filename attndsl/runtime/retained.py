@@ -1,4 +1,4 @@
-"""Which keys later queries can still see, for whoever manages a cache of keys."""
+"""Keys that later queries can still see, for whoever manages a cache of keys."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Retained:
     only the pair itself decides, and some keys may be here in vain."""
 
     def __len__(self) -> int:
-        """How many keys."""
+        """Number of keys."""
         return sum(map(len, self.ranges))
 
     def __contains__(self, key: object) -> bool:
-        """Whether a key is one of these."""
+        """Return True if a key is one of these."""
         return any(key in each for each in self.ranges)
 
     def __iter__(self) -> Iterator[int]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=256)
 def wants_of(needs: tuple[bool, ...], tensors: tuple[str, ...], params: tuple[str, ...]) -> Wants:
-    """What to compute; ``needs`` is in the order q, k, v, tensors, params, and what has none."""
+    """Gradients to compute; ``needs`` has q, k, v, tensors, params, then inputs without any."""
     q, k, v, *rest = needs
     captures = {name for name, need in zip((*tensors, *params), rest, strict=False) if need}
     return Wants(q, k, v, frozenset(captures & {*tensors}), frozenset(captures & {*params}))
@@ -45,7 +45,7 @@ def places_of(wanted: Wants, form: Form) -> tuple[int, ...]:
 def differentiable_gradients(
     backend: Backend, lowered: Lowered, call: Call, backward: Backward
 ) -> tuple[torch.Tensor | None, ...]:
-    """What ``backend.backward`` finds, in the order of :meth:`~.base.Call.flatten`.
+    """Gradients of a call, differentiable again, in the order of :meth:`~.base.Call.flatten`.
 
     Args:
         backend: What ran the forward.

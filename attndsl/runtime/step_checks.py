@@ -1,4 +1,4 @@
-"""What may be wrong with the packed queries of a step, by shapes and by values.
+"""Checks of the packed queries of a step, by shapes and by values.
 
 Non-goals: what may be wrong with a cache (:mod:`.paged`).
 """
@@ -25,7 +25,7 @@ CAPACITIES = ("most_queries", "most_chunks")
 
 
 class PackedQueries(NamedTuple):
-    """Which queries a step has, before anybody has looked at it."""
+    """Packed queries of a step, before anybody has looked at them."""
 
     cache: Any
     starts: Any

@@ -1,4 +1,4 @@
-"""What steps of one signature share, so that a step again is checked and bound once.
+"""State that steps of one signature share, so that a repeated step is checked and bound once.
 
 A signature has all that the outcome depends on beside values that kernels read: shapes, strides,
 dtypes, kinds of captures and scales, capacities, and what numbers of the call stand for themselves.
@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What steps of one signature share."""
+    """Backend, terms and template call that steps of one signature share."""
 
     backend: ReadsPages
     program: Program
@@ -131,7 +131,7 @@ def chunks_of(
 
 
 def pages_of(request: Request, made: tuple[tuple[str, str], ...]) -> Pages:
-    """What kernels read of a step."""
+    """Tensors of a step that kernels read: q, starts, and the cache's pages, table and lengths."""
     q, cache = request.q, request.cache
     q = q.detach() if q.requires_grad else q
     return Pages(
@@ -143,7 +143,7 @@ def pages_of(request: Request, made: tuple[tuple[str, str], ...]) -> Pages:
 def prepared_step(
     backend: ReadsPages, lowered: Lowered, call: Call, captures: Captures
 ) -> Prepared:
-    """What steps like a checked ``call`` share, which has the ``captures`` as they were given."""
+    """Prepare steps like a checked ``call``, which has the ``captures`` as they were given."""
     terms = terms_of(lowered, call)
     program = lowered.written
     needs = needs_of_values(program, call, captures, ())
@@ -161,12 +161,12 @@ def with_signs(captures: Captures) -> Captures:
 
 
 def are_positions_right(request: Request, most: int) -> bool:
-    """Whether no values of lengths and starts make positions that are too large."""
+    """Return True if no values of lengths and starts make positions that are too large."""
     return max(_MANY_TOKENS, request.cache.room) + most < POSITION_LIMIT
 
 
 def speaks_of_tokens(program: Program) -> bool:
-    """Whether ``token`` or ``tokens`` stand in a program, or in a declared dim."""
+    """Return True if ``token`` or ``tokens`` stand in a program, or in a declared dim."""
     dims = [dim for decl in program.tensors for dim in decl.dims]
     return program.by_token or size(TOKENS) in toposort(*program.roots(), *dims)
 
@@ -214,20 +214,20 @@ def key_of_step(
 
 
 def runs_as_ever(*tensors: torch.Tensor) -> bool:
-    """Whether nobody records or transforms a step, and torch has no signs of tensors to change."""
+    """Return True if no step is traced or transformed, and no tensor has torch's negative bit."""
     if torch._C._get_tracing_state() is not None or is_transformed():
         return False
     return not any(x.is_neg() for x in tensors)
 
 
 def has_any_tokens(request: Request) -> bool:
-    """Whether steps of a signature may have any number of tokens: none is a dim of a call."""
+    """Return True if steps of a signature may have any number of tokens: no dim has it."""
     most = request.numbers[0]
     return isinstance(most, int) and most <= MOST_FEW
 
 
 def kind_of_capture(value: object) -> object:
-    """What a signature has of a capture or a scale."""
+    """Key of a capture or a scale in a signature: its type, and a tensor's layout and dtype."""
     if isinstance(value, torch.Tensor):
         return (
             type(value), value.shape, value.stride(), value.dtype, value.device, value.is_neg()

@@ -117,7 +117,7 @@ def kinds_by_pairs(lowered: Lowered, call: Call, block_m: int, block_n: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class TileCounts:
-    """How many tiles the forward's loop visits, of all batch entries and heads that differ."""
+    """Numbers of tiles in the forward's loop, over all batch entries and heads that differ."""
 
     rows: int
     """Query tiles of one of them."""
@@ -226,7 +226,7 @@ def _check_is_map(tiles: object) -> None:
 
 
 def tiles_key(tiles: TileMap | None) -> object:
-    """What validation looks at in a caller's map.
+    """Key of a caller's map: the shape and lengths that validation looks at.
 
     Raises:
         ArgumentError: It is no map.
@@ -269,7 +269,7 @@ class Verification:
 
 
 def verify_if_asked(lowered: Lowered, call: Call) -> None:
-    """As :func:`verify_call`, of tiles that kernels use, where the settings ask for it."""
+    """Run :func:`verify_call` on tiles that kernels use, where the settings ask for it."""
     if asks_to_verify() and not needs_score(lowered):
         for direction, size in _CHECKED_TILES.items():
             verify_call(lowered, call, *size, direction)
@@ -335,7 +335,7 @@ def rows_of(grid: Grid, first: int, count: int) -> Grid:
 
 
 def _pool(pairs: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Whether any pair of each tile holds."""
+    """Reduce pairs to tiles: True for a tile of which any pair holds."""
     for dim, block in ((3, grid.block_n), (2, grid.block_m)):
         rest = -pairs.shape[dim] % block
         if rest:
@@ -369,7 +369,7 @@ def _compare(
 
 
 def needs_score(lowered: Lowered) -> bool:
-    """Whether the mask depends on the score."""
+    """Return True if the mask depends on the score."""
     return reads_score(lowered.sparsity.mask)
 
 

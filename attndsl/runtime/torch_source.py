@@ -93,7 +93,7 @@ class _Writer:
         self.lines: list[str] = []
 
     def write(self, root: Node) -> str:
-        """What ``root`` is called, once :attr:`lines` have run."""
+        """Add the lines for ``root``; return its expression, valid once :attr:`lines` have run."""
         fixed: set[Node] = set()
         names: dict[Node, str] = {}
         for item in toposort(root):

@@ -35,7 +35,7 @@ _NUMBERS: dict[DType, type] = {DType.FLOAT: float, DType.INT: int, DType.BOOL: b
 
 
 class Values(IntEnum):
-    """What the values of calls of one signature need before a backend gets them."""
+    """Treatment that the values of one signature's calls need before a backend gets them."""
 
     SAME = 0
     """Nothing: they fit in every such call, with offsets of 0 where these are numbers."""
@@ -101,7 +101,7 @@ def needs_of_values(
     captures: Mapping[str, torch.Tensor | Scalar],
     numbers: tuple[object, ...],
 ) -> Values:
-    """What the values of calls of this signature need.
+    """Find the treatment that the values of calls of this signature need.
 
     Args:
         program: What is called.
@@ -175,12 +175,12 @@ def check_values(
 
 
 def _is_of_entries(numbers: object) -> bool:
-    """Whether they are numbers of batch entries in 32 bits."""
+    """Return True if ``numbers`` is a tensor of one 32-bit int for each batch entry."""
     return isinstance(numbers, torch.Tensor) and numbers.dtype is torch.int32 and numbers.dim() == 1
 
 
 def check_params(program: Program, call: Call, needs: Values) -> Call:
-    """As :func:`check_values`, of calls whose positions cannot be wrong."""
+    """Check values as :func:`check_values` does, of calls whose positions cannot be wrong."""
     if needs is _FOREIGN:
         call = _with_plain_numbers(program, call)
     for decl in program.params:
@@ -307,7 +307,9 @@ def are_within(values: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def are_between(values: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """As :func:`are_within`, 0 where an element lies outside of ``low ... high``; one launch more.
+    """One number on the device of ``values``, 0 where an element lies outside of ``low ... high``.
+
+    One launch more than :func:`are_within`.
 
     Args:
         values: Ints.

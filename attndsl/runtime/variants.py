@@ -1,4 +1,4 @@
-"""Which program of a text a call is of: captures may be absent, or have size 1 along a dim.
+"""Choice of a call's program in a text: captures may be absent, or have size 1 along a dim.
 
 A text declares with ``= none`` what calls may leave out. And a captured tensor may have size 1 in
 place of a declared size. Each such call is a call of another program of the same text
@@ -95,7 +95,7 @@ def dims_of_one(program: Program, captures: Captures, own: Known, whole: Locatio
 
 
 def _is_larger(dim: Node, told: Mapping[str, int], known: Environment) -> bool:
-    """Whether a dim is declared as more than 1 in this call.
+    """Return True if a dim is declared as more than 1 in this call.
 
     A part may have one of its own. A part may also have none, of a whole that has some.
     """

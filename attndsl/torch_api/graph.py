@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def program_spec(reach: str, captures: Key, dropout: bool) -> str:
-    """What stands for the program in a graph; see :mod:`attndsl.runtime.operator`."""
+    """Spec for the program in a graph; see :mod:`attndsl.runtime.operator`."""
     return make_spec(program_text(reach, captures, dropout), {})
 
 

@@ -30,7 +30,7 @@ class Packed:
 
 
 def ragged_dim(nested: torch.Tensor) -> int:
-    """Which dim's size varies."""
+    """Number of the dim whose size varies."""
     # Sizes tell it too, but not within torch.compile.
     return int(nested._ragged_idx)  # type: ignore[attr-defined]
 
@@ -44,7 +44,7 @@ def attend_jagged(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """As :func:`~.sdpa.scaled_dot_product_attention`; at least one operand is jagged.
+    """Compute :func:`~.sdpa.scaled_dot_product_attention`; at least one operand is jagged.
 
     A dense operand is (B or 1, heads, length, dim): one of batch 1 serves all entries. The output
     is nested as the query is, and dense if the query is.

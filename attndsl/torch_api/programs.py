@@ -27,7 +27,7 @@ FIRST_KEY, END_KEY = "first_key", "end_key"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What of a captured tensor decides the program's text."""
+    """Properties of a captured tensor that decide the program's text."""
 
     name: str
     kind: str

@@ -105,7 +105,7 @@ def check_heads(heads: int | None, q_BLNH: torch.Tensor) -> None:
 
 
 def _make_documents(starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """Which document each position is in, (batch, length).
+    """Number of the document that each position is in, (batch, length).
 
     ``starts`` has each document's first position in the rows of the batch, one behind the other,
     and the number of all positions.
@@ -117,7 +117,7 @@ def _make_documents(starts: torch.Tensor, batch: int, length: int) -> torch.Tens
 
 
 def _documents(starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """As :func:`_make_documents`; all layers get one tensor until ``starts`` changes.
+    """Result of :func:`_make_documents`; all layers get one tensor until ``starts`` changes.
 
     So the layers of an eager step make their lists of tiles once. A graph makes its own documents,
     and what looks at operations does not find them missing.
@@ -145,7 +145,7 @@ class Attention(VarlenAttention):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):  # type: ignore[misc]
-        """What stands in a model's configuration, as ``inner_attention``."""
+        """Settings of ``inner_attention`` in a model's configuration."""
 
         program: str = ""
         """Added to the mask of documents and of ``window_size``. It captures nothing."""
@@ -172,7 +172,7 @@ class Attention(VarlenAttention):  # type: ignore[misc]
         self._attend, self._cp = cp(self.attention), cp
 
     def captures(self, attention_masks: Any, batch: int, length: int) -> dict[str, Any]:
-        """What ``attention`` captures of whole sequences (batch, length).
+        """Captures of ``attention`` for whole sequences (batch, length).
 
         Raises:
             ArgumentError: Another kind of ``attention_masks``.

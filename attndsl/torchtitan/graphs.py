@@ -66,7 +66,7 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 def _no_lse(q: torch.Tensor) -> torch.Tensor:
-    """What stands for the log-sum-exp of weights that are no softmax."""
+    """Empty tensor in place of the log-sum-exp, for weights that are no softmax."""
     return q.new_empty((0,), dtype=_lse_dtype(q))
 
 

@@ -31,7 +31,7 @@ _LABELS = "labels"
 
 
 class Rows:
-    """Which rows of each batch this process has.
+    """Rows of each batch that this process has.
 
     Args:
         mesh: The processes that share sequences.
@@ -137,7 +137,7 @@ class Rows:
         return tuple(x.transpose(1, 2) for x in found)
 
     def explain(self) -> str:
-        """What processes do for the latest batch, as text."""
+        """Text on the rows, work and traffic of processes for the latest batch."""
         return self._cp.explain()
 
     def _of(self, program: Program) -> Sharded:

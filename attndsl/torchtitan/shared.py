@@ -45,11 +45,11 @@ def _rows_stay(config: ShardingConfig) -> Any:
 
 
 class Shared(Module):  # type: ignore[misc]
-    """What :class:`.attention.Attention` is, for this process's rows of sequences."""
+    """Counterpart of :class:`.attention.Attention` for this process's rows of sequences."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):  # type: ignore[misc]
-        """As of :class:`.attention.Attention`."""
+        """Settings: see :class:`.attention.Attention`."""
 
         window_size: tuple[int, int] = (-1, 0)
         program: str = ""
@@ -136,16 +136,16 @@ class Shared(Module):  # type: ignore[misc]
 
 
 class SharedDTensors(Shared, ScaledDotProductAttention):  # type: ignore[misc]
-    """As :class:`Shared`, of DTensors whose local parts are this process's rows."""
+    """Variant of :class:`Shared` for DTensors whose local parts are this process's rows."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Shared.Config):
-        """As of :class:`Shared`."""
+        """Settings: see :class:`Shared`."""
 
     def forward(
         self, q_BLNH: Any, k_BLNH: Any, v_BLNH: Any, *, attention_masks: Any, **options: Any
     ) -> torch.Tensor:
-        """As of :class:`Shared`.
+        """Attention of one layer: see :meth:`Shared.forward`.
 
         The shape that torchtitan's wrapper gives these DTensors is that of equal runs of rows, and
         their placements know of no layout but these. So nothing is asked of them.

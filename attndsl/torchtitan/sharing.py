@@ -89,7 +89,7 @@ def _check_length(length: int, ranks: int) -> None:
 
 
 def _problems(config: Any) -> Iterator[tuple[str, str]]:
-    """What cannot be done with shared sequences, and what to do instead."""
+    """Settings that do not work with shared sequences, and what to set instead."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree > 1:
         yield (

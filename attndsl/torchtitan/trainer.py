@@ -80,7 +80,7 @@ class Trainer(titan.Trainer):  # type: ignore[misc]
         return inputs, labels, more
 
     def explain(self) -> str:
-        """Which process has which rows of the latest batch, and what travels; empty without."""
+        """Text on processes' rows and traffic for the latest batch; empty without sharing."""
         return "" if self._rows is None else self._rows.explain()
 
 
@@ -97,7 +97,7 @@ class Validator(validate.Validator):  # type: ignore[misc]
         labels: torch.Tensor,
         model_parts: list[torch.nn.Module],
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """As of the trainer."""
+        """Process's part of a batch: see :meth:`Trainer.post_dataloading_process`."""
         rows = _modules(model_parts[0])[0].rows
         assert rows is not None
         return rows.share(input_dict, labels)

@@ -16,7 +16,7 @@ Range = tuple[int, int]
 
 
 def kept_pairs(call: Call, p: torch.Tensor, first_row: int = 0) -> torch.Tensor:
-    """Which pairs of ``call`` are kept: bool (batch, heads, q_len, kv_len).
+    """Kept pairs of ``call``: bool (batch, heads, q_len, kv_len).
 
     Args:
         call: The call.

@@ -55,7 +55,7 @@ class Scope:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is computed."""
+        """Device of all computations."""
         return self.score.device
 
 
@@ -232,7 +232,7 @@ class _Slope:
 
     @property
     def seeds(self) -> int:
-        """How many of the leading operands are gradients."""
+        """Number of leading operands that are gradients."""
         return 1 + (self.function.seeds if isinstance(self.function, _Slope) else 0)
 
     def __call__(self, grad: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:

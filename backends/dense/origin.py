@@ -1,4 +1,4 @@
-"""Which operation of a program makes a value that is not finite, at one pair of a call.
+"""Search for the operation of a program that makes a non-finite value at one pair of a call.
 
 An operation makes one if its own operands are finite, or if it makes NaN of infinities. Constants
 of infinity are as they are written, and are never blamed by themselves.
@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What made a value that is not finite."""
+    """Operation or leaf that made a value that is not finite."""
 
     item: Node
     """The operation, or the leaf that has such a value."""
@@ -96,7 +96,7 @@ def values_at(root: Node, scope: Scope) -> Values:
 
 
 def origin_of(root: Node, scope: Scope) -> Origin:
-    """What made the value of ``root``, which is not finite at the pair of ``scope``."""
+    """Operation or leaf that made the value of ``root``, not finite at the pair of ``scope``."""
     values = values_at(root, scope)
     item = root
     while True:

@@ -104,7 +104,7 @@ def group(rows: torch.Tensor, call: Call) -> torch.Tensor:
 
 
 def ungroup(rows: torch.Tensor, call: Call) -> torch.Tensor:
-    """What :func:`group` made, as (batch, heads, q_len, n)."""
+    """Undo :func:`group`: rows as (batch, heads, q_len, n)."""
     batch, heads, q_len, _ = call.q.shape
     return rows.reshape(batch, heads, q_len, rows.shape[-1])
 

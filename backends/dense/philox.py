@@ -90,7 +90,7 @@ def kept(
     shape: Sequence[int],
     first_row: int = 0,
 ) -> torch.Tensor:
-    """Which pairs of a call are kept: bool of ``shape``, (batch, heads, q_len, kv_len).
+    """Kept pairs of a call: bool of ``shape``, (batch, heads, q_len, kv_len).
 
     Args:
         seed: A number, or a 0-d int64 tensor.
@@ -111,7 +111,7 @@ def kept_at(
     rows: Rows,
     columns: Rows,
 ) -> torch.Tensor:
-    """Which of some rows' and keys' pairs are kept.
+    """Kept pairs of some rows and keys.
 
     Args:
         seed: A number, or a 0-d int64 tensor.
@@ -143,7 +143,7 @@ def kept_at(
 def _kept_one_by_one(
     seed: int | torch.Tensor, p: torch.Tensor, numbers: torch.Tensor, rows: Rows, columns: Rows
 ) -> torch.Tensor:
-    """As :func:`kept_at`, of any rows and keys: words are made for each pair."""
+    """Variant of :func:`kept_at` for any rows and keys: words are made for each pair."""
     i, j = (
         x if isinstance(x, torch.Tensor) else torch.arange(*x, device=numbers.device)
         for x in (rows, columns)

@@ -19,7 +19,7 @@ def clamped_indices(
 
 
 def flat_places(indices: tuple[torch.Tensor, ...], shape: torch.Size) -> torch.Tensor:
-    """Where in contiguous memory of ``shape`` the elements at ``indices``, one a dim, lie."""
+    """Offsets, in contiguous memory of ``shape``, of the elements at ``indices``, one a dim."""
     flat = torch.zeros((), dtype=torch.int64, device=indices[0].device)
     for index, size in zip(indices, shape, strict=True):
         flat = flat * size + index.clamp(0, size - 1)

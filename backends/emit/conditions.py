@@ -1,4 +1,4 @@
-"""What a condition comes to where some names have known values.
+"""Simplification of conditions where some names have known values.
 
 Non-goals: texts; what the rest of a condition is written as (``removal.py``).
 """
@@ -26,7 +26,7 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 
 def decide(test: ast.expr, values: Values) -> bool | ast.expr:
-    """Whether ``test`` holds, or what is left of it to find out at run time.
+    """Decide ``test``: True, False, or the expression left to find out at run time.
 
     What is left consists of nodes of ``test``, under ``and``, ``or`` and ``not``; it is ``test``
     itself if nothing is known. It is true where ``test`` is, and may be another true value.
@@ -73,7 +73,7 @@ def _decide_several(test: ast.BoolOp, values: Values) -> bool | ast.expr:
 
 
 def _has_opposites(parts: list[ast.expr]) -> bool:
-    """Whether a name and the same name's opposite are among ``parts``."""
+    """Return True if a name and the same name's opposite are among ``parts``."""
     names = {part.id for part in parts if isinstance(part, ast.Name)}
     return any(
         isinstance(part, ast.UnaryOp)
@@ -84,7 +84,7 @@ def _has_opposites(parts: list[ast.expr]) -> bool:
 
 
 def _value(side: ast.expr, values: Values) -> tuple[bool, Any]:
-    """Whether the value of one side of a comparison is known, and the value.
+    """Return (True, value) if one side of a comparison has a known value, else (False, None).
 
     ``True`` is none: what a branch tells of a constant is that it is true, which 2 is as well.
     """
@@ -96,5 +96,5 @@ def _value(side: ast.expr, values: Values) -> tuple[bool, Any]:
 
 
 def is_plain(node: ast.AST) -> bool:
-    """Whether ``node`` calls nothing: leaving it out changes nothing but its value."""
+    """Return True if ``node`` calls nothing: leaving it out changes nothing but its value."""
     return not any(isinstance(part, ast.Call) for part in ast.walk(node))

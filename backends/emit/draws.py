@@ -1,4 +1,4 @@
-"""Which numbers kernels draw where the pairs of a call are a part of what dropout counts.
+"""Dropout draws in kernels where a call's pairs are a part of the whole that dropout counts.
 
 Dropout draws for blocks of rows and keys (:mod:`..dense.philox`). A part that begins with whole
 blocks draws as fast as a call of its own: a head's words are others, and nothing else. A part that
@@ -28,7 +28,7 @@ Kinds = tuple[str, str]
 
 
 def kinds_of_draws(call: Call) -> Kinds | None:
-    """How the rows and keys that dropout counts are given; None where they are those of q and k."""
+    """Kinds of the rows and keys that dropout counts; None where they are those of q and k."""
     draws = call.draws
     if draws is None:
         return None
@@ -42,7 +42,7 @@ def _kind(start: int | None, block: int) -> str:
 
 
 def why_pairs(call: Call) -> str | None:
-    """Why the numbers of a call are drawn for each pair alone, or None where they are not."""
+    """Reason why a call's numbers are drawn for each pair alone, or None where they are not."""
     kinds = kinds_of_draws(call)
     if kinds is None or kinds == (BLOCK, BLOCK):
         return None

@@ -81,7 +81,7 @@ _FLOAT_TWO = {Op.FLOORDIV: "float_floordiv", Op.MOD: "float_mod"}
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """How a captured tensor is reached in a kernel."""
+    """Facts by which a kernel reaches a captured tensor."""
 
     name: str
     dtype: DType
@@ -102,7 +102,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What leaves are called, and what is known of them."""
+    """Names of leaves, and facts known of them."""
 
     captures: Mapping[str, Capture]
     int_bits: Mapping[str, int]
@@ -127,7 +127,7 @@ class Names:
 
 
 def made_field(name: str) -> str:
-    """What ``given`` calls the value of a capture that the kernel makes itself."""
+    """Name in ``given`` of the value of a capture that the kernel makes itself."""
     return f"own_{name}"
 
 
@@ -169,7 +169,7 @@ def element_offset(
 
 
 def _is_name(text: str) -> bool:
-    """Whether ``text`` is a local, or a record's field."""
+    """Return True if ``text`` is the name of a local or of a record's field."""
     return text.replace(".", "").isidentifier()
 
 
@@ -277,7 +277,7 @@ class Printer:
         return Operand(f"{name}({', '.join(args)})", ATOM, kind, bits)
 
     def _kind(self, item: Node) -> Kind:
-        """What an operation of operands as they are gives."""
+        """Kind of an operation's result: the highest of its operands, and at least SCALAR."""
         return max(Kind.SCALAR, *(self.operands[arg].kind for arg in item.args))
 
     def _bits(self, item: Node) -> int:
@@ -424,7 +424,7 @@ class Printer:
         return texts
 
     def _is_inside(self, load: Node, dim: int, capture: Capture) -> bool:
-        """Whether no value of an index of ``load`` that is read leaves the tensor."""
+        """Return True if no value of an index of ``load`` that is read leaves the tensor."""
         arg = load.args[dim]
         if stays_inside(arg, capture.dims[dim], self.ranges[arg]):
             return True
@@ -437,7 +437,7 @@ class Printer:
         )
 
     def _is_guarded(self, load: Node) -> bool:
-        """Whether dead pairs read nothing."""
+        """Return True if ``load`` reads nothing for dead pairs."""
         return {"q", "kv"} <= self.deps[load] or "score" in self.deps[load]
 
     def _local(self, stem: str, text: str, own: str | None = None) -> str:

@@ -1,6 +1,6 @@
-"""What a kernel's text and compiled form depend on besides the program: dtypes, head dims, kinds.
+"""Facts of a call that a kernel's text and compiled form depend on: dtypes, head dims, kinds.
 
-Lengths, strides and the values of run-time params are arguments and never part of it, but for facts
+Lengths, strides and the values of run-time params are arguments and none of them, but for facts
 that change the code: whether addresses are aligned, and whether offsets need 64 bits.
 """
 
@@ -48,7 +48,7 @@ FP8_TYPE = "fp8e4nv"
 
 @dataclass(frozen=True, slots=True)
 class ParamKind:
-    """How a run-time param arrives."""
+    """Run-time param of a kernel: its dtype, and the type of its argument."""
 
     name: str
     dtype: DType
@@ -80,7 +80,7 @@ class PairTile:
 
 @dataclass(frozen=True, slots=True)
 class PageFacts:
-    """What a kernel that reads pages depends on besides."""
+    """Further facts that a kernel that reads pages depends on."""
 
     size: int
     """Keys of a page."""
@@ -190,7 +190,7 @@ class KernelFacts:
 
     @property
     def indexed(self) -> bool:
-        """Whether logical positions are looked up."""
+        """True if logical positions are looked up."""
         return "index" in (self.q_kind, self.kv_kind)
 
     @property
@@ -202,7 +202,7 @@ class KernelFacts:
         )
 
     def names(self) -> Names:
-        """What the expression printer needs."""
+        """Names of leaves and their facts, for the expression printer."""
         bits = {
             # Unsigned bytes are twice as large as signed ones.
             c.name: POSITION_BITS if c.is_position else c.bits + (kind == "u8")
@@ -258,7 +258,7 @@ def block_widths(facts: KernelFacts) -> tuple[int, int]:
 
 
 def facts_of(program: Program, call: Call, *grads: torch.Tensor) -> KernelFacts:
-    """What kernels of a forward call depend on, or with ``grads`` (the output's) of a backward."""
+    """Facts that kernels of a forward depend on, or with ``grads`` (the output's) of a backward."""
     operands = (call.q, call.k, call.v, *grads)
     results = result_orders(call.q, call.k, call.v)
     captures = [_capture(decl, call.tensors[decl.name]) for decl in program.tensors]
@@ -337,7 +337,7 @@ def with_forms(facts: KernelFacts, program: Program, target: GPUTarget | None) -
 
 
 def position_kind(offset: int | torch.Tensor, index: torch.Tensor | None) -> str:
-    """How logical positions arrive in the kernel."""
+    """Form of logical positions in the kernel: ``index``, ``offset`` or ``tensor``."""
     if index is not None:
         return "index"
     return "offset" if isinstance(offset, int) else "tensor"

@@ -26,7 +26,7 @@ _OF_PYTHON = frozenset((*keyword.kwlist, *keyword.softkwlist, *dir(builtins)))
 
 
 def placeholders(names: Mapping[Node, str]) -> dict[Node, str]:
-    """What printers call the locals that are to have ``names``. Equal names are one local."""
+    """Placeholders of the locals that are to have ``names``. Equal names are one local."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names.values()))}
     return {item: f"_own{numbers[name]}" for item, name in names.items()}
 

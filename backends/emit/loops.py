@@ -116,7 +116,7 @@ def print_turn(
 
 
 def turn_of(loop: LoopPlan) -> Node:
-    """How many of the ``visitors`` come before ``OWN``, which is one of them."""
+    """Number of ``visitors`` that come before ``OWN``, which is one of them."""
     below = _below(loop.visitors)
     if not loop.descending:
         return below
@@ -125,7 +125,7 @@ def turn_of(loop: LoopPlan) -> Node:
 
 
 def _below(segments: tuple[Segment, ...]) -> Node:
-    """How many tiles of ``segments`` are below ``OWN``, which is one of them."""
+    """Number of tiles of ``segments`` that are below ``OWN``, which is one of them."""
     total = const(0)
     for segment in segments:
         span = node(Op.SUB, node(Op.MIN, OWN, segment.stop), segment.start)

@@ -1,4 +1,4 @@
-"""What a generated module needs, and the module's text with nothing else.
+"""Reduction of a generated module's text to the parts that its entries need.
 
 A template has the code of every program under conditions. This pass decides conditions that the
 module's constants decide. Then it follows what the entries need: statements, functions, parameters,
@@ -169,7 +169,7 @@ class _Needs:
                         self._known[part] = values
 
     def decided(self, node: ast.IfExp, function: str) -> bool | ast.expr:
-        """What is left of the condition of an expression, in a function or in none."""
+        """Decide an expression's condition, in a function or in none: True, False or its rest."""
         if not function:
             return decide(node.test, self.values)
         return decide(node.test, self._values_at(node, self._functions[function]))
@@ -301,7 +301,7 @@ class _Needs:
         return [statement.body] if isinstance(statement, ast.For | ast.While) else []
 
     def _has_effect(self, function: _Function, statement: ast.stmt) -> bool:
-        """Whether a statement does more than to define locals, but for what is under it."""
+        """Return True if a statement does more than define locals, but for what is under it."""
         match statement:
             case ast.If():
                 tests = (branch.test for branch in self.branches(statement, function.node.name))
@@ -323,7 +323,7 @@ class _Needs:
         return True
 
     def _is_pure(self, node: ast.AST, function: _Function) -> bool:
-        """Whether to compute an expression has no effect."""
+        """Return True if computing an expression has no effect."""
         if isinstance(node, ast.Name | ast.Constant):
             return True
         if isinstance(node, ast.IfExp):
@@ -348,7 +348,7 @@ class _Needs:
         return all(self._is_pure(child, function) for child in children(node))
 
     def _does(self, name: str) -> bool:
-        """Whether a function of the module has an effect."""
+        """Return True if a function of the module has an effect."""
         if name not in self._effects:
             function = self._function(name)
             self._effects[name] = any(self._acts(function, function.node.body))
@@ -430,7 +430,7 @@ class _Needs:
             self._visit(child, function)
 
     def _has_comment(self, node: ast.AST) -> bool:
-        """Whether arguments have comments, which would be lost if they were laid out again."""
+        """Return True if arguments have comments, which a new layout of them would lose."""
         assert isinstance(node, ast.expr)
         above = slice(node.lineno - 1, (node.end_lineno or 1) - 1)
         return any("#" in line for line in self._lines[above])

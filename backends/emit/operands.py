@@ -1,4 +1,4 @@
-"""What is known of each printed operand, beside its text: its kind, and the width of an int.
+"""Facts of each printed operand beside its text: its kind, and the width of an int.
 
 Triton treats Python numbers, scalars and blocks differently, and ints of 32 and of 64 bits too. So
 each operand says what it is, and the printer converts where an operation asks for another.
@@ -46,7 +46,7 @@ _UNKNOWN = frozenset({Op.VAR, Op.PARAM, Op.SCORE, Op.LOAD, Op.DOT, Op.SIZE})
 
 
 class Kind(enum.IntEnum):
-    """What a text is in Triton's eyes; an operation's result is of the highest of its operands."""
+    """Kind of a text to Triton; an operation's result is of the highest of its operands."""
 
     NUMBER = 0
     """A Python number."""
@@ -105,12 +105,12 @@ def number(value: Value, shape: str) -> Operand:
 
 
 def is_small_power(exponent: float) -> bool:
-    """Whether a power is made of products, of a root or of a reciprocal."""
+    """Return True if a power is made of products, of a root or of a reciprocal."""
     return exponent == 0.5 or (exponent.is_integer() and 0 < abs(exponent) <= _MOST_PRODUCTS)
 
 
 def has_fraction(value: float) -> bool:
-    """Whether ``value``, rounded to 32 bits, is finite and no whole number."""
+    """Return True if ``value``, rounded to 32 bits, is finite and no whole number."""
     if not abs(value) < 2.0**23:
         return False
     (rounded,) = struct.unpack("f", struct.pack("f", value))
@@ -118,5 +118,5 @@ def has_fraction(value: float) -> bool:
 
 
 def is_normal(value: float) -> bool:
-    """Whether Triton takes a Python float for one of 32 bits rather than of 64."""
+    """Return True if Triton takes a Python float for one of 32 bits rather than of 64."""
     return value == 0.0 or _LEAST_NORMAL <= abs(value) <= _GREATEST

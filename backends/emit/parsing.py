@@ -20,7 +20,7 @@ _TRIES = 20
 
 
 def parsing(call: Callable[[], _T]) -> _T:
-    """What ``call`` returns, which parses; called again where Python confused the depths."""
+    """Return the result of ``call``, which parses; call again where Python confused the depths."""
     for _ in range(_TRIES - 1):
         try:
             return call()
@@ -31,7 +31,7 @@ def parsing(call: Callable[[], _T]) -> _T:
 
 
 def _is_confused(error: BaseException | None) -> bool:
-    """Whether an error is that of Python, or was raised because of it."""
+    """Return True if an error is Python's mismatch of depths, or was raised because of it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if _SAID in str(error):

@@ -26,7 +26,7 @@ _ATOMS = (ast.Name, ast.Constant, ast.Attribute, ast.Call, ast.Subscript)
 
 
 class Needed(Protocol):
-    """What is needed of a module."""
+    """Parts of a module that are needed."""
 
     names: set[str]
     """What the module defines or imports."""
@@ -38,7 +38,7 @@ class Needed(Protocol):
         ...
 
     def decided(self, node: ast.IfExp, function: str) -> bool | ast.expr:
-        """Whether the condition holds, or what is left of it."""
+        """Decide the condition: True, False, or the part of it that is left."""
         ...
 
     def shortened(self) -> list[str]:
@@ -69,7 +69,7 @@ class Removal:
         self._shift = 0
 
     def text_of(self, tree: ast.Module) -> str:
-        """What is needed of the module ``tree``."""
+        """Text of the needed parts of the module ``tree``."""
         found: list[str] = []
         previous = blanks = 0
         apart = False
@@ -209,7 +209,7 @@ class Removal:
         return [re.sub(r"^( *)(?:el)?if\b", rf"\1{word}", lines[0]), *lines[1:]]
 
     def _written(self, test: ast.expr, inner: bool = False) -> str:
-        """What is left of a condition, as text."""
+        """Text of the rest of a condition."""
         if isinstance(test, ast.BoolOp):
             word = " or " if isinstance(test.op, ast.Or) else " and "
             text = word.join(self._written(value, True) for value in test.values)
@@ -253,7 +253,7 @@ class Removal:
         )
 
     def _place(self, line: int, column: int) -> int:
-        """Of a column, which Python counts in bytes, in the text."""
+        """Offset in the text of a line's column, which Python counts in bytes."""
         text = self._lines[line]
         if not text.isascii():
             column = len(text.encode()[:column].decode())

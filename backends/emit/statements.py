@@ -44,7 +44,7 @@ def children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def reads(node: ast.AST, name: str) -> bool:
-    """Whether ``node`` reads a local, or something under it does."""
+    """Return True if ``node``, or something under it, reads the local ``name``."""
     if isinstance(node, ast.Name):
         return node.id == name and isinstance(node.ctx, ast.Load)
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
@@ -68,7 +68,7 @@ def branches_of(node: ast.If) -> Iterator[Branch]:
 
 
 def names_of(item: ast.stmt) -> list[str]:
-    """What a statement of a module defines."""
+    """Names that a statement of a module defines."""
     match item:
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
             return [name]

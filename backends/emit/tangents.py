@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def moved_name(program: Program, name: str) -> str:
-    """What the tangent of the tensor or param ``name`` is called; no other has that name."""
+    """Name of the tangent of the tensor or param ``name``; no other has that name."""
     taken = {decl.name for decl in program.tensors} | {decl.name for decl in program.params}
     found = f"moved_{name}"
     while found in taken:

@@ -35,7 +35,7 @@ Flags = Mapping[str, bool | float | str]
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """How a kernel multiplies matrices."""
+    """Settings of a kernel's matrix products."""
 
     precision: str = "ieee"
     """Triton's name of the precision of fp32 products."""

@@ -43,7 +43,7 @@ def generate_lists(lowered: Lowered, facts: KernelFacts) -> str:
 
 
 def value_counts(bounds: Bounds) -> dict[str, int]:
-    """How many values each summary array holds; the positions themselves are the first ints."""
+    """Number of values in each summary array; the positions themselves are the first ints."""
     return {
         f"{stem}_{kind}": sum(value.dtype is dtype for value in values) + (dtype is DType.INT)
         for stem, values in (("row", bounds.rows), ("column", bounds.columns))

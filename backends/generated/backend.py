@@ -89,7 +89,7 @@ class GeneratedBackend(Backend):
         return self.modules.built
 
     def why_not(self, device: torch.device) -> str | None:
-        """Why it cannot run on ``device``, or None."""
+        """Reason why the backend cannot run on ``device``, or None."""
         return self.families[0].why_no_device(device)
 
     def check(self, lowered: Lowered, call: Call) -> None:
@@ -241,7 +241,7 @@ class GeneratedBackend(Backend):
     def _gradients(
         self, lowered: Lowered, call: Call, backward: Backward
     ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
-        """What the kernels of a backward make, and what gives delta: as of a family."""
+        """Launch a backward: return gradients and a function for delta, as a family does."""
         _, lse, given, grad_lse, wanted = backward
         if lse.numel() == 0:
             return _no_gradients(call, wanted), lambda: lse
@@ -326,14 +326,14 @@ class GeneratedBackend(Backend):
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
         wanted: Wants | None,
     ) -> tuple[Job, ...]:  # fmt: skip
-        """What a forward or backward runs itself."""
+        """Jobs that a forward or backward runs itself."""
         if wanted is not None:
             wanted = self._plan(lowered, call, wanted).lines
         family = self._family(lowered, call, task, grad_out, wanted)
         return family.jobs(lowered, call, task, grad_out, wanted)
 
     def _plan(self, lowered: Lowered, call: Call, wanted: Wants) -> GradientPlan:
-        """Which kernels make which gradients."""
+        """Plan of gradients: the kernels that make each of them."""
         own = tuple(family.plan_key(call) for family in self.families)
         key = (key_of(lowered, call, wanted), own)
         plan = self._plans.get(key)
@@ -384,7 +384,7 @@ class GeneratedBackend(Backend):
         wanted: Wants | None = None,
         has_dlse: bool = False,
     ) -> Layout:
-        """What calls of this signature share: kernels, strides and sizes."""
+        """Layout that calls of this signature share: kernels, strides and sizes."""
         key = self._key(lowered, call, task, grad_out, wanted, has_dlse)
         layout = self._layouts.get(key)
         if layout is None:
@@ -408,7 +408,7 @@ class GeneratedBackend(Backend):
         return layout
 
     def _made(self, family: Family, asked: _Asked) -> Layout:
-        """What calls like this one share, by the kernels of a family."""
+        """Make the layout of calls like this one, with the kernels of a family."""
         lowered, call, task, grad_out, wanted, has_dlse = asked
         jobs = family.jobs(lowered, call, task, grad_out, wanted)
         more = {} if grad_out is None else {"do": grad_out}
@@ -445,7 +445,7 @@ class GeneratedBackend(Backend):
         self, family: Family, lowered: Lowered, call: Call, task: Task,
         grad_out: torch.Tensor | None, wanted: Wants | None,
     ) -> bool:  # fmt: skip
-        """Whether a call is to have the family's kernels, and to wait for them if need be."""
+        """Return True if a call runs the family's kernels, even if it has to wait for them."""
         if self._meanwhile is None or not self._meanwhile.is_for(family, call, task, wanted):
             return True
         jobs = family.jobs(lowered, call, task, grad_out, wanted)
@@ -455,7 +455,7 @@ class GeneratedBackend(Backend):
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None = None,
         wanted: Wants | None = None, has_dlse: bool = False,
     ) -> bool:  # fmt: skip
-        """Whether calls like this one have other kernels than the best ones."""
+        """Return True if calls like this one run other kernels until the best ones are there."""
         if self._meanwhile is None:
             return False
         return self._meanwhile.waits(self._key(lowered, call, task, grad_out, wanted, has_dlse))
@@ -464,13 +464,13 @@ class GeneratedBackend(Backend):
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
         wanted: Wants | None, has_dlse: bool,
     ) -> tuple[object, ...]:  # fmt: skip
-        """What tells a layout from others; last, what one family tells calls apart by."""
+        """Key of a layout; last, values by which one family tells calls apart."""
         placed = self._placed
         places = () if placed is None else placed.places(call)
         return signature_of(lowered, call, task, grad_out), wanted, has_dlse, places
 
     def _tangent_layout(self, family: Family, moving: Moving, task: Task) -> Layout:
-        """As :meth:`_layout`, for a kernel of tangents."""
+        """Layout for a kernel of tangents; see :meth:`_layout`."""
         lowered, call = moving.lowered, moving.call
         key = (*signature_of(lowered, call, task, None), *moving.signature())
         layout = self._layouts.get(key)
@@ -491,7 +491,7 @@ class GeneratedBackend(Backend):
     def _layout_of(
         self, family: Family, jobs: tuple[Job, ...], call: Call, has_dlse: bool
     ) -> Layout:
-        """What every family's launches need."""
+        """Layout with all fields that every family's launches need."""
         lowered, facts, device = jobs[0].lowered, jobs[0].facts, call.q.device
         is_backward = Task.BACKWARD in jobs[0].kernel.tasks
         fixed = family.fixed if is_backward else ()

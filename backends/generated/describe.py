@@ -1,4 +1,4 @@
-"""Which family of kernels runs a program's calls, in words."""
+"""Description in words of the family of kernels that runs a program's calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def describe_kernels(
 
 
 def _limits(family: Family, task: Task, head_dim: int) -> str:
-    """How many rows or keys the kernels of a task take; nothing if they take any number."""
+    """Most rows and keys that the kernels of a task take, in words; empty for any number."""
     rows, keys = family.most_queries(task), family.most_keys(task, head_dim)
     told = [] if rows is None else [f"up to {rows} rows of queries"]
     if keys is not None:
@@ -63,7 +63,7 @@ def _limits(family: Family, task: Task, head_dim: int) -> str:
 
 
 def _of_limited(family: Family, lowered: Lowered, call: Call) -> list[str]:
-    """How many rows or keys a family's kernels take, and why others run some such calls."""
+    """Lines on the rows or keys that a family's kernels take, and on why others run some calls."""
     rows, head_dim = [], call.q.shape[3]
     for task in (Task.FORWARD, Task.BACKWARD):
         if not kernels_of(family, task):

@@ -42,7 +42,7 @@ class _Waiting:
 
 
 class Meanwhile:
-    """Which layouts are of other kernels, and until when."""
+    """Layouts of other kernels, which run calls until the best kernels are compiled."""
 
     def __init__(self, taken_over: Callable[[], None]) -> None:
         """``taken_over`` is called whenever kernels have changed places."""
@@ -50,7 +50,7 @@ class Meanwhile:
         self._waiting: dict[Hashable, _Waiting] = {}
 
     def is_for(self, family: Family, call: Call, task: Task, wanted: Wants | None) -> bool:
-        """Whether a task of a call, which is this family's, may be another one's meanwhile."""
+        """Return True if another family may run this family's task of a call meanwhile."""
         if not family.compiles_long or call.deterministic:
             return False
         if task is Task.BACKWARD and (
@@ -60,11 +60,11 @@ class Meanwhile:
         return task in (Task.FORWARD, Task.BACKWARD) and not _is_captured()
 
     def holds(self, layout: Layout) -> bool:
-        """Whether a layout is one of other kernels."""
+        """Return True if ``layout`` is one of other kernels, which run meanwhile."""
         return any(x.layout is layout for x in tuple(self._waiting.values()))
 
     def waits(self, key: Hashable) -> bool:
-        """Whether calls of a layout have other kernels."""
+        """Return True if calls of the layout with this key run other kernels meanwhile."""
         return key in self._waiting
 
     def layout(

@@ -1,4 +1,4 @@
-"""Which family makes which gradients of a backward."""
+"""Plan of a backward: the family that makes each gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def plan_of(
     families: tuple[Family, ...], lowered: Lowered, call: Call, wanted: Wants
 ) -> GradientPlan:
-    """Which kernels make which gradients, by the first family whose backward runs."""
+    """Plan of gradients and their kernels, by the first family whose backward runs."""
     plan = None
     for family in families:
         plan = family.plan_gradients(lowered, call, wanted)

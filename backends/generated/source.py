@@ -68,7 +68,7 @@ def _shown(job: Job, machine: Machine, written: Written) -> str:
 
 
 def _task_of(family: Family, direction: str) -> Task:
-    """What a family runs for a direction that users name."""
+    """Task that a family runs for a direction that users name."""
     if direction == "tangent" and kernels_of(family, Task.FORWARD_TANGENT):
         return Task.FORWARD_TANGENT
     return Task(direction)
@@ -77,7 +77,7 @@ def _task_of(family: Family, direction: str) -> Task:
 def _jobs(
     families: tuple[Family, ...], lowered: Lowered, call: Call, task: Task, wanted: Wants
 ) -> Iterator[Job]:
-    """What ``task`` of a call runs, in order."""
+    """Jobs that ``task`` of a call runs, in order."""
     if task in (Task.TANGENT, Task.FORWARD_TANGENT):
         facts = with_gradients(facts_of(lowered.program, call), wanted)
         yield from jobs_of(families[0], task, lowered, with_all_tangents(lowered, facts))

@@ -36,7 +36,7 @@ _TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What a tensor does not tell apart."""
+    """Numbers of batch entries and heads that a tensor does not tell apart."""
 
     batches: int
     heads: int
@@ -85,7 +85,7 @@ def _places(term: Term, call: Call) -> list[tuple[int, int]] | None:
 
 
 def rest_of(term: Term, call: Call) -> Rest:
-    """What ``term``'s tensor does not tell apart."""
+    """Numbers of batch entries and heads that ``term``'s tensor does not tell apart."""
     batch, heads = call.q.shape[:2]
     names = {index.value for index in term.leaf.args}
     group = 1 if "h" in names else heads // call.k.shape[1] if "hkv" in names else heads
@@ -94,7 +94,7 @@ def rest_of(term: Term, call: Call) -> Rest:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Where the kernel stores the sums of one term."""
+    """Buffer in which the kernel stores the sums of one term."""
 
     term: Term
     total: torch.Tensor
@@ -124,7 +124,7 @@ def parts_of(rest: Rest, call: Call) -> int:
 
 
 def dtypes_of(terms: tuple[Term, ...], call: Call) -> tuple[torch.dtype, ...]:
-    """Of the sums of each term: the tensor's own where nothing is left to be added."""
+    """Dtypes of the terms' sums: the tensor's own where nothing is left to be added, else fp32."""
     parts = parts_of(rest_of(terms[0], call), call)
     names = [term.name for term in terms]
     return tuple(
@@ -144,7 +144,7 @@ def units_of(terms: tuple[Term, ...], call: Call) -> tuple[str, ...]:
 
 
 def aligned_of(terms: tuple[Term, ...], call: Call) -> tuple[bool, ...]:
-    """Whether addresses and steps of the sums of each term are multiples of 16, but steps of 1."""
+    """Tell for each term if addresses and steps of its sums are multiples of 16, but steps of 1."""
     found = []
     for term, empty in zip(terms, _buffers(terms, call, torch.device("meta")), strict=True):
         places = _places(term, call)

@@ -1,4 +1,4 @@
-"""Which kernels make which gradients of captured tensors and params.
+"""Gradients of captured tensors and params, and the kernels that make them.
 
 Those that are sums along rows or columns come with dQ or dK and dV, nearly free. Others have a
 kernel of their own, which makes the gradient of the score again: along diagonals, for what varies
@@ -44,7 +44,7 @@ class GradientPlan:
 
 
 def plan_gradients(lowered: Lowered, call: Call, wants: Wants) -> GradientPlan:
-    """How the gradients that ``wants`` names are made."""
+    """Assign the gradients that ``wants`` names to the kernels that make them."""
     scored = without_sinks(lowered, wants)
     nothing = replace(scored, q=False, k=False, v=False, tensors=frozenset(), params=frozenset())
     full = {name for name in scored.tensors if call.tensors[name].numel()}
@@ -73,7 +73,7 @@ def plan_gradients(lowered: Lowered, call: Call, wants: Wants) -> GradientPlan:
 
 
 def key_of(lowered: Lowered, call: Call, wants: Wants) -> Hashable:
-    """What the plan of a call depends on."""
+    """Key of a call's gradient plan: all that the plan depends on."""
     offsets = tuple(
         offset if isinstance(offset, int) else None for offset in (call.q_offset, call.kv_offset)
     )

@@ -86,9 +86,11 @@ def buffers(names: Iterable[str], call: Call) -> list[Exact]:
 
 
 def together_of(lowered: Lowered, call: Call, names: Collection[str]) -> Rest | None:
-    """What no index of lookups in ``names`` tells apart; None if that is one batch entry and head.
+    """Batch entries and heads that no index of lookups in ``names`` tells apart, or None.
 
-    Pairs at the same positions then meet, and are summed up in order before that.
+    Pairs at the same positions then meet, and are summed up in order before that. None if that is
+    one batch entry and one head, if there are no lookups or too many, or if an index varies with
+    the score.
     """
     terms = terms_of(lowered, names)
     found = [dependencies(index)[index] for term in terms for index in term.leaf.args]
@@ -116,7 +118,7 @@ class Size(NamedTuple):
 
 
 def size_of(root: Node) -> Size | None:
-    """How large ``root`` is at most; None where that is not known."""
+    """Upper bound of the size of ``root``; None where that is not known."""
     found: dict[Node, Size | None] = {}
     for item in toposort(root):
         if item.op is Op.CONST and item.dtype is DType.FLOAT:
@@ -146,7 +148,7 @@ def _size_of_sum(item: Node, args: list[Size | None]) -> Size | None:
 
 
 def known_factors(lowered: Lowered, names: Collection[str]) -> Mapping[str, Size] | None:
-    """What each of the tensors ``names`` has the score's gradient multiplied by, as sizes added up.
+    """Sizes of the factors of the score's gradient, added up, for each of the tensors ``names``.
 
     None where that is not known, or where weights are not those of a softmax alone, which add up
     to 1.

@@ -1,4 +1,4 @@
-"""What gradients of captured tensors and params are sums of, and which kernels add which up.
+"""Terms that gradients of captured tensors and params are sums of, and kernels that add them up.
 
 A gradient is a sum over pairs: of the gradient of the final score, of the weight, or of the chance
 to be dropped, times that one's derivative by the lookup or param. Where a lookup's index varies
@@ -34,7 +34,7 @@ class Term:
 
     @property
     def name(self) -> str:
-        """Of the tensor or param."""
+        """Name of the tensor or param."""
         return str(self.leaf.value)
 
     @property
@@ -48,7 +48,7 @@ class Term:
 
 
 def derivatives(lowered: Lowered) -> dict[str, Derivative]:
-    """Of each of ``SOURCES`` that the program has."""
+    """Derivative of each of ``SOURCES`` that the program has."""
     program = lowered.program
     found = {"score": lowered.derivative}
     for source, root in (("weight", program.weights), ("dropout", program.dropout)):
@@ -75,7 +75,7 @@ def lines_of(lowered: Lowered, names: Collection[str], along: str) -> tuple[Term
 
 
 def is_plain(term: Term) -> bool:
-    """Whether it is a lookup by names of positions, batch entries and heads, each at most once."""
+    """Return True if all indices name positions, batch entries and heads, each at most once."""
     found = [index.value for index in term.leaf.args if index.op is Op.VAR]
     heads = [name for name in found if name in ("h", "hkv")]
     return len(set(found)) == len(found) == len(term.leaf.args) and len(heads) <= 1

@@ -26,7 +26,7 @@ _STATISTICS = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a descriptor moves at once, and how it lies in shared memory."""
+    """Block that a descriptor moves at once, and its layout in shared memory."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -91,7 +91,7 @@ def _pair_block(tile: PairTile, shape: tuple[int, int, int]) -> Block:
 
 
 def is_drawn(lowered: Lowered, facts: KernelFacts, config: Config) -> bool:
-    """Whether programs draw their items by a counter: those of a mask differ in length.
+    """Return True if programs draw their items by a counter: those of a mask differ in length.
 
     Those that take turns must be taken in their order.
     """

@@ -28,5 +28,5 @@ def widest(facts: KernelFacts) -> int:
 
 
 def is_above_128(facts: KernelFacts, task: Task) -> bool:
-    """Whether a kernel is the backward for head dims above 128, whose consumers share the work."""
+    """Return True for the backward at head dims above 128, whose consumers share the work."""
     return task is Task.BACKWARD and widest(facts) > 128

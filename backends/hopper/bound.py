@@ -32,7 +32,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """What bound calls of one layout launch with."""
+    """Launch state that bound calls of one layout share."""
 
     layout: HopperLayout
     maps: TensorMaps
@@ -131,7 +131,7 @@ class BackwardLaunch:
 
 
 def forward_of(own: Launches, call: Call) -> ForwardLaunch | None:
-    """What runs calls like ``call``, or None where more has to be done for each."""
+    """Launcher of calls like ``call``, or None where more has to be done for each."""
     layout = own.layout
     numbers = [*call_numbers(layout.sizes, call), layout.heads_per_wave["forward"]]
     last = last_arguments(layout, call, numbers)
@@ -141,7 +141,7 @@ def forward_of(own: Launches, call: Call) -> ForwardLaunch | None:
 
 
 def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch | None:
-    """As :func:`forward_of`."""
+    """Launcher of backwards like ``backward``, or None where more has to be done for each."""
     layout, facts = own.layout, own.layout.facts
     out, _, _, grad_lse, wanted = backward
     launches, orders, (batch, heads, padded) = layout.launches, layout.orders, layout.statistics

@@ -30,7 +30,7 @@ _PAIRS_A_BYTE_FORWARD, _PAIRS_A_BYTE_BACKWARD = 1.5, 0.15
 
 
 def is_worth_a_copy(own: torch.Tensor, name: str, lowered: Lowered, call: Call, task: Task) -> bool:
-    """Whether reading ``own`` by tiles saves more time than copying it takes.
+    """Return True if reading ``own`` by tiles saves more time than copying it takes.
 
     Args:
         own: What the call reads of the tensor ``name``, see ``pair_tiles.window``.

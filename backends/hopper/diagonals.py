@@ -17,7 +17,7 @@ STEPS = gl.constexpr(8)
 
 @triton.constexpr_function
 def layout_of_rows():
-    """Where a warpgroup has (halves of the keys, 1, 8 keys, 64 queries)."""
+    """Layout of (halves of the keys, 1, 8 keys, 64 queries) in a warpgroup."""
     return gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 16], [0, 0, 0, 8]],
         [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
@@ -29,7 +29,7 @@ def layout_of_rows():
 
 @triton.constexpr_function
 def layout_of_squares():
-    """Where it has one square of each warp, (halves of the keys, of the queries, 8, 8)."""
+    """Layout of one square of each warp, (halves of the keys, of the queries, 8, 8)."""
     return gl.DistributedLinearLayout(
         [[0, 0, 0, 1]],
         [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],

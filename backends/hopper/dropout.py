@@ -1,4 +1,4 @@
-"""Which pairs of a product's tile dropout keeps: drawn by a producer, a bit for each pair.
+"""Pairs of a product's tile that dropout keeps: drawn by a producer, a bit for each pair.
 
 A draw takes seven rounds. Each round needs the one before, and running products hold up its
 multiplications. Consumers that draw get nothing else done while the products of a tile run. A
@@ -23,7 +23,7 @@ def factor_of_kept(p):
 
 @gluon.jit
 def philox4x32(c0, c1, c2, c3):
-    """As of the portable kernels, by products of which each is one instruction.
+    """Draw words by Philox as the portable kernels do, with one instruction for each product.
 
     LLVM must not know what is added: it would widen the exclusive ors, and then multiply 64 bits.
     """
@@ -58,7 +58,7 @@ def kept_words(drop, rows, keys):
 
 @triton.constexpr_function
 def layout_of_row_blocks():
-    """Where a warpgroup has the blocks of 64 rows and 128 keys: places of rows, and of keys.
+    """Layout in a warpgroup of the blocks of 64 rows and 128 keys: places of rows, and of keys.
 
     A thread has all pairs of its two blocks in the tile of a product whose rows are queries.
     """
@@ -96,7 +96,7 @@ def keep_of_rows(
 
 @triton.constexpr_function
 def layout_of_row_bits(columns):
-    """Where the threads of a warpgroup have what :func:`keep_of_rows` says of their own pairs."""
+    """Layout of the bits from :func:`keep_of_rows`: each thread holds those of its own pairs."""
     return gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
 
 
@@ -155,7 +155,7 @@ def of_packed(bits, weights):
 
 @triton.constexpr_function
 def layout_of_key_blocks(columns):
-    """Where a warpgroup has the blocks of 128 keys and ``columns`` rows of q.
+    """Layout in a warpgroup of the blocks of 128 keys and ``columns`` rows of q.
 
     Blocks are (places of keys, 16 rows, places of these); each warp has 16 rows, whose pairs are
     those of all eight warps that take the product of keys and queries.
@@ -207,13 +207,13 @@ def keep_of_keys(
 
 @triton.constexpr_function
 def layout_of_key_bits(columns):
-    """Where the threads of a warpgroup have what :func:`keep_of_keys` says of their own pairs."""
+    """Layout of the bits from :func:`keep_of_keys`: each thread holds those of its own pairs."""
     return gl.BlockedLayout([1, columns // 16], [32, 1], [4, 1], [1, 0])
 
 
 @triton.constexpr_function
 def layout_of_pairs(words):
-    """As :func:`layout_of_key_bits`, with the bits of each four bytes."""
+    """Layout of :func:`layout_of_key_bits`, with a dim for the 32 bits of each four bytes."""
     return gl.BlockedLayout([1, words, 32], [32, 1, 1], [4, 1, 1], [2, 1, 0])
 
 

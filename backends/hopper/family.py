@@ -89,7 +89,7 @@ class Hopper:
         return None
 
     def places(self, call: Call) -> tuple[object, ...]:
-        """Where views of what pairs look up end; a number on the device is none."""
+        """Offsets that decide where views of pairs' tensors end; a number on the device is none."""
         if not call.tensors or not call.shifted:
             return ()
         return tuple(x for x in (call.q_offset, call.kv_offset) if isinstance(x, int))
@@ -267,7 +267,7 @@ class Hopper:
 
 
 class _Buffers(NamedTuple):
-    """What the kernels of a backward write."""
+    """Buffers that the kernels of a backward write."""
 
     memory: torch.Tensor
     """Flat, fp32: :class:`~.launch.RowStatistics`, then sums of dQ (batch, heads, padded rows,
@@ -367,7 +367,7 @@ def _dq(layout: HopperLayout, call: Call, buffers: _Buffers, stream: int) -> tor
 
 
 def _is_narrow(call: Call) -> bool:
-    """Whether dQ has room in q's dtype."""
+    """Return True if the call has room for dQ in q's dtype."""
     order = memory_order(call.q, call.q.shape[3])
     return given_room(call, order, call.q.dtype) is not None
 

@@ -118,7 +118,7 @@ def generate(job: Job, loop: LoopPlan, config: Config) -> str:
 
 
 def _constants(spec: ModuleSpec) -> Flags:
-    """What every call decides: sizes of tiles, dims, how positions are given, the dtype."""
+    """Constants of every module: sizes of tiles, dims, how positions are given, the dtype."""
     facts, config = spec.facts, spec.config
     return {
         "BLOCK_M": config.block_m,
@@ -137,7 +137,7 @@ def _constants(spec: ModuleSpec) -> Flags:
 
 
 def _flags(spec: ModuleSpec) -> Flags:
-    """What scores are made of, which tiles the loop has, and how results are stored."""
+    """Flags for the parts of a score, the tiles of the loop, and how results are stored."""
     lowered, facts, loop = spec.lowered, spec.facts, spec.loop
     program, placed = lowered.program, lowered.placed
     name = spec.loop_name.upper()
@@ -224,7 +224,7 @@ def _ops(root: Node) -> set[Op]:
 
 
 def _is_scaled_first(spec: ModuleSpec) -> bool:
-    """Whether scores are multiplied by the scale before anything else is done with them."""
+    """Return True if scores are multiplied by the scale before anything else is done with them."""
     program, placed = spec.lowered.program, spec.lowered.placed
     found = placed.pair.op is not Op.SCORE or program.weights is not None
     # The running maximum needs a factor that is positive; tangents have no code for its sign.
@@ -233,5 +233,5 @@ def _is_scaled_first(spec: ModuleSpec) -> bool:
 
 
 def _is_pairwise(slope: Node) -> bool:
-    """Whether a score's derivative varies within a head."""
+    """Return True if a score's derivative varies within a head."""
     return not dependencies(slope)[slope] <= {"b", "h"}

@@ -96,14 +96,14 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
 
 
 def _visits_few(job: Job) -> bool:
-    """Whether work tiles visit few tiles of keys, however long sequences are."""
+    """Return True if work tiles visit few tiles of keys, however long sequences are."""
     facts = job.facts
     visited = job.lowered.sparsity.visited(FORWARD, facts.shifted, facts.indexed)
     return visited is not None and visited <= _FEW_TILES
 
 
 def _is_mostly_mask(job: Job) -> bool:
-    """Whether most of the program's work for a pair is its mask.
+    """Return True if most of the program's work for a pair is its mask.
 
     Where there are two loops, registers then spill in that over PARTIAL tiles. One loop would spill
     in all tiles, and FULL ones would have the mask's work: see M37 in docs/measured.md.
@@ -112,7 +112,7 @@ def _is_mostly_mask(job: Job) -> bool:
 
 
 def _is_long_with_params(job: Job) -> bool:
-    """Whether a score takes many instructions a pair, and reads params that are given at the call.
+    """Return True if a score takes many instructions a pair, and reads params given at the call.
 
     What follows from params alone stays in registers beside the scores of a tile.
     """

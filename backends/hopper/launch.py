@@ -32,7 +32,7 @@ _MAX_MAPS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a kernel is launched."""
+    """Launch of a kernel: its executable, the function that runs it, encoders of its arguments."""
 
     executable: Executable
     """Kept, since the code is unloaded with it."""
@@ -63,7 +63,7 @@ def launch_of(executable: Executable) -> Launch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """How a kernel sees a tensor, and all others of its dtype, shape, strides and alignment."""
+    """Descriptor of a tensor, and of all others of its dtype, shape, strides and alignment."""
 
     attributes: dict[str, Any]
     """Of a descriptor, but for the tensor."""
@@ -79,7 +79,7 @@ class View:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Views:
-    """How a kernel sees several tensors, in the order of its arguments. Equal to itself alone."""
+    """Views of several tensors, in the order of a kernel's arguments. Equal to itself alone."""
 
     each: tuple[View, ...] = ()
     seen: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = tuple
@@ -96,7 +96,7 @@ class RowStatistics(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of all rows."""
+        """Number of rows of all heads, padded."""
         return self.batch * self.heads * self.padded
 
     def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,7 +131,7 @@ def view(
 
 @dataclass(frozen=True, slots=True)
 class TensorMaps:
-    """What kernels get in place of descriptors, by view and address.
+    """Arguments that kernels get in place of descriptors, by view and address.
 
     A tensor map is a function of address, shape, strides, dtype and block alone, and a view is all
     of these but the address; whether the memory was freed and used again meanwhile is no matter.
@@ -170,7 +170,7 @@ class TensorMaps:
         return found
 
     def __len__(self) -> int:
-        """How many are kept."""
+        """Number of tensor maps that are kept, one for each view and address."""
         return len(self._found)
 
 

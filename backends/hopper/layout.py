@@ -1,4 +1,4 @@
-"""What all calls of one signature share: launches, and how kernels see the tensors."""
+"""Layout that all calls of one signature share: launches, and views of the tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HopperLayout(Layout):
-    """What all calls of one signature share."""
+    """Layout that all calls of one signature share, with launches and views of Hopper kernels."""
 
     launches: Mapping[str, Launch] = field(default_factory=dict)
     """By name of the executable."""
@@ -145,7 +145,7 @@ def _rows(
 
 
 def _of_backward(job: Job, call: Call, config: Config) -> dict[str, torch.Tensor]:
-    """What a backward alone sees by blocks, by argument; shapes and strides count, not values."""
+    """Tensors that a backward alone sees by blocks; shapes and strides count, not values."""
     if Task.BACKWARD not in job.kernel.tasks:
         return {}
     rows = torch.empty(statistics_of(call).number, device=call.q.device)

@@ -49,7 +49,7 @@ class Learned:
 
 
 class Statistics(NamedTuple):
-    """Of rows and columns, from a backward."""
+    """Statistics of rows and columns, from a backward."""
 
     lse: torch.Tensor
     """See :mod:`..log_sum`."""
@@ -64,7 +64,7 @@ class Statistics(NamedTuple):
 
 
 def learned_parts(lowered: Lowered, names: frozenset[str]) -> Learned | str:
-    """Where the score mentions ``names``, or why their gradients do not come from sums.
+    """Parts of the score that mention ``names``, or why no sums give their gradients.
 
     Args:
         lowered: The program.
@@ -100,7 +100,7 @@ def learned_in_kernel(lowered: Lowered, facts: KernelFacts) -> Learned:
 
 
 def holds_score_gradient(lowered: Lowered, call: Call) -> bool:
-    """Whether what the backward leaves in shared memory for dQ is the gradient of final scores.
+    """Return True if the backward's dS in shared memory, used for dQ, is that of final scores.
 
     If the score has a derivative, the kernel multiplies it in before. In fp16 small gradients are
     zeros. With wide heads another kernel runs.

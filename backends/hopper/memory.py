@@ -28,7 +28,7 @@ head dim 128 the places of k and v."""
 
 
 def has_own_output(facts: KernelFacts, config: Config) -> bool:
-    """Whether a forward's output lies beside q in shared memory, not in its place.
+    """Return True if a forward's output lies beside q in shared memory, not in its place.
 
     The next work tile's rows of q may then come before those of the output have gone. Forwards with
     places for two work tiles' rows of q do without it: see :func:`query_slots`.
@@ -40,7 +40,7 @@ def has_own_output(facts: KernelFacts, config: Config) -> bool:
 
 
 def query_slots(facts: KernelFacts, config: Config) -> int:
-    """How many work tiles' rows of q, and their output in its place, a forward has room for.
+    """Number of work tiles whose rows of q, and output in their place, a forward has room for.
 
     With two, the next work tile's rows of q come while the consumers compute.
     """
@@ -60,7 +60,7 @@ def deepened(facts: KernelFacts, config: Config) -> Config:
 
 
 def _has_room(facts: KernelFacts, config: Config) -> bool:
-    """Whether a forward has room for rows of the output, or as many of q, beside all others."""
+    """Return True if a forward has room for output rows, or as many of q, beside the rest."""
     d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
     q, k, v = (1 + (name in facts.moving_operands) for name in "qkv")
     elements = config.block_m * (q * d + dv) + config.stages * config.block_n * (k * d + v * dv)
@@ -69,7 +69,7 @@ def _has_room(facts: KernelFacts, config: Config) -> bool:
 
 
 def shared_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
-    """What a kernel takes at least, in bytes: a forward's output in the place of q, if it can."""
+    """Least shared memory of a kernel, in bytes: the output in the place of q, if it can be."""
     d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
     m, n, stages = config.block_m, config.block_n, config.stages
     if task is Task.FORWARD:

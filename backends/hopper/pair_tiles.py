@@ -1,4 +1,4 @@
-"""Which captured tensors the tensor memory accelerator reads for pairs, a tile at a time.
+"""Captured tensors that the tensor memory accelerator reads for pairs, a tile at a time.
 
 Of ``bias[h, q, kv]`` each pair looks up an element of its own. Read one by one in the order in
 which threads hold a tile's scores, they arrive in short pieces, and whoever computes waits for
@@ -94,7 +94,7 @@ def pair_tiles(lowered: Lowered, call: Call, task: Task) -> tuple[PairTile, ...]
 
 
 def _reads_inside(tensor: torch.Tensor, indices: tuple[str, ...], call: Call) -> bool:
-    """Whether no index is clamped, or but to 0 along a dim of one element."""
+    """Return True if no index is clamped, except to 0 along a dim of one element."""
     assert isinstance(call.q_offset, int)
     assert isinstance(call.kv_offset, int)
     if tensor.numel() == 0:
@@ -120,7 +120,7 @@ def ends_of(call: Call) -> tuple[int, int]:
 
 
 def _has_elements(tensor: torch.Tensor, dtype: DType) -> bool:
-    """Whether elements are of a kind that is read by tiles, and no row or column is all of them."""
+    """Return True if the dtype is read by tiles, and rows and columns are not broadcast."""
     if dtype is DType.BOOL:
         if tensor.element_size() != 1:
             return False
@@ -131,7 +131,7 @@ def _has_elements(tensor: torch.Tensor, dtype: DType) -> bool:
 
 
 def window(tile: PairTile, call: Call) -> torch.Tensor:
-    """What ``call`` reads of the tensor of ``tile``: (leading dims, queries, keys), as it lies."""
+    """View that ``call`` reads of ``tile``'s tensor: (leading dims, queries, keys), as it lies."""
     tensor = call.tensors[tile.name]
     *leading, row, column = strides(tensor)
     kept = [dim for dim, index in enumerate(tile.indices[:-2]) if index in tile.leading]
@@ -145,7 +145,7 @@ def window(tile: PairTile, call: Call) -> torch.Tensor:
 
 
 def is_readable(own: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can read a :func:`window`."""
+    """Return True if the tensor memory accelerator can read a :func:`window`."""
     *others, column = own.stride()
     size = own.element_size()
     return (

@@ -1,4 +1,4 @@
-"""What differs between the versions of Triton, 3.6 to 3.9: names in Gluon, the launcher, the end.
+"""Differences between the versions of Triton, 3.6 to 3.9: names in Gluon, the launcher, the end.
 
 Every use of Gluon's Hopper operations and of the launcher's insides goes through this module, so
 that a new version of Triton breaks one file.
@@ -53,7 +53,7 @@ _LAUNCHER_FIELDS = (
 
 
 def why_wrapped(kernel: Any) -> str | None:
-    """Why only Triton's own Python may launch a compiled ``kernel``, or None."""
+    """Reason why only Triton's own Python may launch a compiled ``kernel``, or None."""
     if _VERSION not in _READ_VERSIONS:
         return f"its launcher in Triton {triton.__version__} is not one of those that are known"
     run = kernel.run

@@ -1,4 +1,4 @@
-"""What surrounds the backward kernel: its row statistics and empty sums before, dQ after.
+"""Kernels around the backward kernel: row statistics and empty sums before, dQ after.
 
 Kernels of plain Triton, bound by memory. The sums of dQ are (batch * heads, padded query rows, D)
 in fp32, within 64 rows in the order of ``library.add_to_sums``.

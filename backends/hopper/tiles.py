@@ -74,7 +74,7 @@ _MOST_KEYS_OF_SMALL_BACKWARD = 384
 
 
 def has_small_tiles(task: Task, facts: KernelFacts, q_len: int, kv_len: int, masked: bool) -> bool:
-    """Whether lengths make smaller tiles faster: see M28 and M47 in docs/measured.md.
+    """Return True if lengths make smaller tiles faster: see M28 and M47 in docs/measured.md.
 
     Short rows leave much of the last large tile empty, and programs of few tiles wait for the
     first and the last of them. Where keys alone decide, parts of a call's rows have the tiles of

@@ -1,4 +1,4 @@
-"""Which calls Hopper's kernels do not run."""
+"""Calls that Hopper's kernels do not run, and the reasons why."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def why_not(
     grad_out: torch.Tensor | None = None,
     wants: Wants | None = None,
 ) -> str | None:
-    """Why another family runs this forward, tangent or backward, or None.
+    """Reason why another family runs this forward, tangent or backward, or None.
 
     A tangent is along what ``wants`` names.
     """
@@ -88,7 +88,7 @@ def why_not(
 
 
 def _why_no_turns(lowered: Lowered, call: Call, width: int) -> str | None:
-    """Why work tiles of a backward do not take turns at sums of dQ, or None."""
+    """Reason why work tiles of a backward do not take turns at sums of dQ, or None."""
     if width > 128:
         return "the Hopper backward adds up dQ in a fixed order at head dims up to 128"
     facts = replace(facts_of(lowered.program, call), takes_turns=True)
@@ -101,7 +101,7 @@ def _why_no_turns(lowered: Lowered, call: Call, width: int) -> str | None:
 
 
 def _why_busy(lowered: Lowered, call: Call, task: Task, wants: Wants | None) -> str | None:
-    """Why another family runs a program with so much work a pair, or None."""
+    """Reason why another family runs a program with so much work a pair, or None."""
     facts = facts_of(lowered.program, call)
     if wants is not None:
         facts = with_gradients(facts, wants)

@@ -1,1 +1,1 @@
-"""What both families of generated kernels share: configs, compiling, arguments, launches."""
+"""Code that both families of generated kernels share: configs, compiling, arguments, launches."""

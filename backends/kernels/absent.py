@@ -50,7 +50,7 @@ _LIBRARY = "libcuda.so.1"
 
 
 class Loaded(NamedTuple):
-    """What Triton's ``load_binary`` gives."""
+    """Result of Triton's ``load_binary``."""
 
     module: None
     function: None
@@ -60,7 +60,7 @@ class Loaded(NamedTuple):
 
 
 class _Found(Exception):
-    """What is in Triton's cache by now. Nobody else raises or catches it."""
+    """Signal that a file is in Triton's cache by now. Nobody else raises or catches it."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -91,7 +91,7 @@ def _finding(asked: threading.local) -> type[FileCacheManager]:
 
 
 def _other_platform(own: str) -> str | None:
-    """What Triton would call this platform where the command ``file`` is there, or is not.
+    """Name that Triton would give this platform if the command ``file`` were added, or removed.
 
     ``platform.architecture``, which Triton asks, finds out how programs are linked by ``file``.
     Slim images have none, and then the name ends in nothing. None for other systems.
@@ -110,7 +110,7 @@ class _Launcher:
 
 
 class _Utilities:
-    """What a GPU says of itself and of code."""
+    """Stand-in for Triton's GPU utilities: properties of a GPU, and spills of compiled code."""
 
     def __init__(self, target: GPUTarget, shared: int) -> None:
         self._properties = {"max_shared_mem": shared, "multiprocessor_count": 1}
@@ -120,7 +120,7 @@ class _Utilities:
         return self._properties
 
     def load_binary(self, name: str, code: bytes, shared: int, device: int) -> Loaded:
-        """What CUDA would say of ``code``, without loading it."""
+        """Report the spilled registers of ``code`` as CUDA would, without loading it."""
         spills = local_bytes(code) // _REGISTER_BYTES
         return Loaded(None, None, 0, spills, _MOST_THREADS)
 
@@ -171,7 +171,7 @@ class AbsentGPU:
         self._find(DRIVER, CudaUtils)
 
     def get_current_target(self) -> GPUTarget:
-        """What kernels are compiled for."""
+        """Target that kernels are compiled for."""
         return self._target
 
     def get_current_device(self) -> int:
@@ -179,7 +179,7 @@ class AbsentGPU:
         return 0
 
     def launcher_cls(self, source: Any, metadata: Any) -> _Launcher:
-        """What stands in for Triton's launcher of a kernel; the real one is made and kept."""
+        """Stand-in for Triton's launcher of a kernel; the real one is made and kept, if wanted."""
         if not self.without_launchers:
             from triton.backends.nvidia.driver import CudaLauncher
 
@@ -204,7 +204,7 @@ class AbsentGPU:
                 del self._asked.now
 
     def _find_twin(self, path: Path, make: Callable[[], object]) -> None:
-        """What the folder of the launcher at ``path`` is called on the other kind of machine."""
+        """Note the folder name that the launcher at ``path`` has on the other kind of machine."""
         from triton.runtime import build
 
         own, other = build.platform_key, _other_platform(build.platform_key())

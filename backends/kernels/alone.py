@@ -41,7 +41,7 @@ class Alone:
     """Triton's compiled kernel; ``kernel.asm`` has each stage."""
 
     def __str__(self) -> str:
-        """What it takes, for people."""
+        """Describe the kernel to people: name, target, registers, stack and shared memory."""
         shared = f"{self.kernel.metadata.shared} bytes of shared memory"
         usage = "" if "cubin" not in self.kernel.asm else _usage(self.kernel.asm["cubin"])
         return f"{self.name}, {self.target}: {usage}{shared}"
@@ -115,7 +115,7 @@ def _entry_in(text: str, path: Path, start: int, entry: str) -> Any:
 
 
 def _usage(cubin: bytes) -> str:
-    """What a thread takes, as CUDA's tool says that comes with Triton."""
+    """Registers and stack of a thread, according to CUDA's tool that comes with Triton."""
     try:
         tool = triton.knobs.nvidia.cuobjdump.path
     except RuntimeError:

@@ -148,12 +148,12 @@ def capture_types(facts: KernelFacts) -> dict[str, Argument]:
 
 
 def origin(offset: int | torch.Tensor, index: torch.Tensor | None) -> int | torch.Tensor:
-    """What gives logical positions: a map, or the position of row 0 (a number or a 0-d tensor)."""
+    """Source of logical positions: a map, or the position of row 0 (a number or a 0-d tensor)."""
     return offset if index is None else index
 
 
 def call_numbers(sizes: Sequence[int], call: Call) -> list[object]:
-    """What kernels get of every call: the scale, ``sizes``, and what gives positions."""
+    """Arguments that every call gives: the scale, ``sizes``, and the origins of positions."""
     return [
         call.scale, *sizes, origin(call.q_offset, call.q_index),
         origin(call.kv_offset, call.kv_index),

@@ -72,7 +72,7 @@ class Executable:
     def launch_grid(
         self, grid: tuple[int, int, int], stream: int, arguments: Sequence[object]
     ) -> None:
-        """As :meth:`launch`, for programs that are told apart by up to three numbers."""
+        """Run a grid of programs, told apart by up to three numbers; else as :meth:`launch`."""
         if self.interpreted:
             self.kernel[grid](*arguments, *self.constants)
             return
@@ -103,7 +103,7 @@ def module_of(source: str, path: Path, key: str) -> ModuleType:
 
 
 def is_interpreted(function: object) -> bool:
-    """Whether Triton's interpreter stands behind ``function`` (TRITON_INTERPRET was set)."""
+    """Return True if Triton's interpreter runs ``function`` (TRITON_INTERPRET was set)."""
     return not isinstance(function, triton.runtime.JITFunction)
 
 
@@ -309,7 +309,7 @@ class _InTurn:
     turn: Turn | None = None
 
     def make_ir(self, *given: Any) -> Any:
-        """What Triton lowers."""
+        """Make the IR that Triton lowers, and end the kernel's turn."""
         try:
             return super().make_ir(*given)  # type: ignore[misc]
         finally:

@@ -73,7 +73,7 @@ INTERPRETED = (Config(32, 32, 4, 1),)
 
 
 def is_hopeless(config: Config, spilled: Config) -> bool:
-    """Whether ``config`` would spill no fewer registers than one that did.
+    """Return True if ``config`` would spill no fewer registers than ``spilled`` did.
 
     Its threads hold more, in no more registers, or it differs in what lies in shared memory alone.
     """

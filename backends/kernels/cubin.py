@@ -1,4 +1,4 @@
-"""What a GPU would say of compiled code: read from the code, which is an ELF file.
+"""Local memory of a thread, read from compiled code, which is an ELF file.
 
 NVIDIA's section ``.nv.info`` is a list of attributes. Each is a byte for the form, a byte for the
 attribute, two bytes for a value or for the length of what follows. See ``EIATTR_FRAME_SIZE`` in

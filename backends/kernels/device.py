@@ -16,7 +16,7 @@ _UNCHANGED = contextlib.nullcontext()
 
 
 def why_no_gpu(device: torch.device) -> str | None:
-    """Why no generated kernel can run on ``device``, or None."""
+    """Reason why no generated kernel can run on ``device``, or None."""
     if device.type == "cpu":
         if triton.knobs.runtime.interpret:
             return None
@@ -45,7 +45,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether kernels for a tensor's ``device`` are launched there as it is; true of the CPU."""
+    """Return True if ``device`` is the current one, where launches go; true of the CPU."""
     return device.index is None or bool(torch._C._cuda_getDevice() == device.index)
 
 

@@ -100,12 +100,12 @@ class KeptLists:
         return lists
 
     def anew(self, make: Callable[[], list[Any]]) -> list[Any]:
-        """What ``make`` makes, for this call alone."""
+        """Make lists by ``make``, for this call alone."""
         self.made += 1
         return make()
 
     def _may_keep(self, tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
-        """Whether each change of ``tensors`` would be seen, and memory of ``device`` is its own."""
+        """Return True if changes of ``tensors`` are seen, and ``device`` memory is no graph's."""
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 self._seen_capture = True
@@ -139,7 +139,7 @@ class KeptLists:
         return sum(kept.size for kept in self._found.values())
 
     def __len__(self) -> int:
-        """How many are kept."""
+        """Number of entries whose lists are kept."""
         return sum(bool(kept.lists) for kept in self._found.values())
 
 

@@ -1,4 +1,4 @@
-"""What a kernel is, what one call runs of it, and what a family of kernels is.
+"""Records of a kernel, of the jobs that one call runs of it, and of a family of kernels.
 
 A family has one table of kernels. A kernel is one entry of it: everything that other modules know
 of it stands in its record. Running a call, showing a text, compiling for a GPU that is not there,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Task(enum.Enum):
-    """What kernels are launched for. A call runs all kernels of a task."""
+    """Purpose that kernels are launched for. A call runs all kernels of a task."""
 
     FORWARD = "forward"
     """Output and log-sum-exp."""
@@ -70,7 +70,7 @@ class Task(enum.Enum):
 
     @property
     def direction(self) -> str:
-        """What users call it: ``forward``, ``backward`` or ``tangent``, or the task's own name."""
+        """Name for users: ``forward``, ``backward`` or ``tangent``, or the task's own name."""
         return "tangent" if self is Task.FORWARD_TANGENT else self.value
 
 
@@ -80,7 +80,7 @@ REPAIRS = frozenset({Task.REPAIR, Task.REPAIR_GRADIENTS})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """What a kernel adds up for gradients of captures, as texts of its functions say it."""
+    """Sums that a kernel adds up for gradients of captures, as texts of its functions say it."""
 
     shape: str = ""
     """Of one sum."""
@@ -140,12 +140,12 @@ class Kernel:
 
     @property
     def task(self) -> Task:
-        """What a kernel of one task does."""
+        """Task of a kernel that has just one."""
         (task,) = self.tasks
         return task
 
     def work_tiles(self, config: Config, sizes: tuple[int, ...]) -> int:
-        """How many work tiles a call has: those of its rows, or of its keys if these own tiles.
+        """Number of work tiles of a call: those of its rows, or of its keys if these own tiles.
 
         ``sizes`` are those of :class:`~.layout.Layout`.
         """
@@ -199,7 +199,7 @@ class Job:
 
     @property
     def work(self) -> str:
-        """What the loop is like: ``dense``, ``masked``, ``short`` or ``short partial``.
+        """Kind of the loop: ``dense``, ``masked``, ``short`` or ``short partial``.
 
         That of a repair counts as dense: large tiles make few programs, which end at once.
         """
@@ -220,7 +220,7 @@ class Job:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a pair takes more work than the kernel is for."""
+        """Return True if a pair takes more work than the kernel is for."""
         kernel, of_mask = self.kernel, self.work_of_mask
         apart = kernel.most_work_of_mask is not None and of_mask > 0
         work = work_of_pair(self.lowered, self.facts, kernel.derives, with_mask=not apart)
@@ -257,13 +257,13 @@ class Family(Protocol):
     """Whether forwards make results NaN of batch entries with a wrong number of keys or offset."""
 
     def why_no_device(self, device: torch.device) -> str | None:
-        """Why the kernels cannot run on ``device``, or None."""
+        """Reason why the kernels cannot run on ``device``, or None."""
 
     def why_not(
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
         wanted: Wants | None,
     ) -> str | None:  # fmt: skip
-        """Why these kernels do not run ``task`` of a call, or None. The family has its kernels.
+        """Reason why these kernels do not run ``task``, or None. The family has its kernels.
 
         A tangent is along what ``wanted`` names.
         """
@@ -272,19 +272,19 @@ class Family(Protocol):
         """The largest head dim that the kernels of a task have tile sizes for."""
 
     def most_keys(self, task: Task, head_dim: int) -> int | None:
-        """How many keys the kernels of a task take in half precision; None for any number."""
+        """Most keys that the kernels of a task take in half precision; None for any number."""
 
     def most_queries(self, task: Task) -> int | None:
-        """How many rows of queries the kernels of a task take; None for any number."""
+        """Most rows of queries that the kernels of a task take; None for any number."""
 
     def places(self, call: Call) -> tuple[object, ...]:
-        """What a layout depends on of the positions' values."""
+        """Values of positions that a layout depends on."""
 
     def plan_key(self, call: Call) -> tuple[object, ...]:
-        """What the plan of gradients depends on besides :func:`..gradients.plan.key_of`."""
+        """Key of the plan of gradients besides :func:`..gradients.plan.key_of`."""
 
     def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> GradientPlan:
-        """Which kernels make which gradients, if this family's backward runs."""
+        """Plan of gradients and their kernels, if this family's backward runs."""
 
     def readable(self, grad_out: torch.Tensor, wanted: Wants) -> torch.Tensor:
         """The output's gradient, or a copy that the kernels can read."""
@@ -293,7 +293,7 @@ class Family(Protocol):
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
         wanted: Wants | None,
     ) -> tuple[Job, ...]:  # fmt: skip
-        """What ``task`` of a call runs."""
+        """Jobs that ``task`` of a call runs."""
 
     def layout(
         self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],
@@ -320,12 +320,12 @@ class Family(Protocol):
         """Launch ``Task.BACKWARD``: gradients, and what gives delta (batch, heads, padded rows)."""
 
     def bound_forward(self, layout: Layout, lowered: Lowered, call: Call) -> BoundForward:
-        """As :meth:`attndsl.backends.base.Backend.bound_forward`, with at least one row."""
+        """See :meth:`attndsl.backends.base.Backend.bound_forward`; there is at least one row."""
 
     def bound_backward(
         self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
     ) -> BoundBackward:
-        """As :meth:`attndsl.backends.base.Backend.bound_backward`.
+        """See :meth:`attndsl.backends.base.Backend.bound_backward`.
 
         No gradient of a capture is wanted, and ``grad_out`` is what :meth:`readable` gives.
         """

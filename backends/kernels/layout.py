@@ -1,4 +1,4 @@
-"""What all calls of one signature share: kernels that are ready, sizes and strides."""
+"""Layout that all calls of one signature share: kernels that are ready, sizes and strides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_LINES = Lines()
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What all calls of one signature share."""
+    """Executables, strides, sizes and tile lists that all calls of one signature share."""
 
     family: Family
     facts: KernelFacts

@@ -25,7 +25,7 @@ INTERPRETER = "interpreter"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What kernels are compiled for."""
+    """Target that kernels are compiled for, and its shared memory."""
 
     target: GPUTarget | None
     """None for the interpreter."""
@@ -34,12 +34,12 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """As it stands in the keys of caches."""
+        """Name in the keys of caches."""
         target = self.target
         return INTERPRETER if target is None else f"{target.backend}:{target.arch}"
 
     def products(self, facts: KernelFacts) -> Products:
-        """How kernels multiply: fp32 as torch's own matrix products are set."""
+        """Precision of kernels' products: fp32 as torch's own matrix products are set."""
         return Products(
             precision_of(facts.dtype, self.target), self.target is None and facts.dtype == "bf16"
         )
@@ -54,7 +54,7 @@ def current_target() -> GPUTarget | None:
 
 
 def current_machine(device: torch.device) -> Machine:
-    """What kernels for tensors on ``device`` are compiled for."""
+    """Machine that kernels for tensors on ``device`` are compiled for."""
     target = current_target()
     if target is None:
         return Machine(None, shared_memory_of(""))

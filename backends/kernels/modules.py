@@ -144,7 +144,7 @@ class Modules:
         return places
 
     def knows(self, jobs: Sequence[Job], device: torch.device) -> bool:
-        """Whether the kernels of ``jobs`` were made before, here or by another process."""
+        """Return True if the kernels of ``jobs`` were made before, here or by another process."""
         with self._lock:
             machine = current_machine(device)
             for job in (given.on(machine) for given in jobs):
@@ -154,7 +154,7 @@ class Modules:
             return True
 
     def is_compiled(self, places: Sequence[_Place]) -> bool:
-        """Whether what :meth:`start` has begun is compiled, or has failed."""
+        """Return True if all kernels that :meth:`start` has begun are compiled, or have failed."""
         return self._compilations.are_done(places)
 
     def prepare(
@@ -396,7 +396,7 @@ class Modules:
         self._compilations.drop(unwanted)
 
     def _is_known(self, module: _Module, what: _Function, device: torch.device) -> bool:
-        """Whether a function was compiled before, here or by another process."""
+        """Return True if a function was compiled before, here or by another process."""
         place = (module.key, what.name, device, tuple(what.more.values()))
         return place in self._executables or _slot(what) in module.meta["compiled"]
 
@@ -441,7 +441,7 @@ def _place_of(key: str, what: _Function) -> _Place:
 
 
 def _slot(what: _Function) -> str:
-    """What a function is called where compiled code is recorded."""
+    """Name of a function in the records of compiled code."""
     return "_".join([what.name, *map(str, what.more.values())])
 
 
@@ -484,7 +484,7 @@ def _key(job: Job, family: str, kind: str, machine: Machine) -> str:
 
 
 def list_config(block_m: int, block_n: int, parts: int) -> tuple[Config, dict[str, int | bool]]:
-    """Of kernels that write lists of tiles: how they run, and their constants."""
+    """Config and constants of the kernels that write lists of tiles."""
     rows = block_m // parts
     sizes = {"BLOCK_M": rows, "BLOCK_N": block_n, "CHUNK": LIST_CHUNK}
     return Config(rows, block_n, *_LIST_CONFIG), {

@@ -32,14 +32,14 @@ class Moving:
     """Names of the tensors and params that move."""
 
     def signature(self) -> tuple[Hashable, ...]:
-        """What the kernel depends on beside the call."""
+        """Key of the kernel beside the call: tangents' strides and alignment, captures' names."""
         operands = tuple(
             (name, x.stride(), x.data_ptr() % 16 == 0) for name, x in self.operands.items()
         )
         return *operands, self.captures
 
     def facts(self) -> KernelFacts:
-        """What the kernel is generated for."""
+        """Facts that the kernel is generated for."""
         program = with_tangents(self.lowered.program, self.captures)
         return replace(
             facts_of(program, self.call, *self.operands.values()),

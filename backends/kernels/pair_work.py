@@ -1,4 +1,4 @@
-"""How much a kernel does for a pair of positions besides its products, as an estimate.
+"""Estimate of the work that a kernel does for a pair of positions besides its products.
 
 A kernel's text is repeated for each element that a thread holds, and for each loop. Compilation
 takes time by the length of that, so that programs with much work a pair want few elements a thread.
@@ -99,7 +99,7 @@ def _is_small(exponent: Node) -> bool:
 def instructions(
     roots: tuple[Node, ...], facts: KernelFacts, along: frozenset[str] = frozenset()
 ) -> int:
-    """What ``roots`` take together for each pair: what varies along all of ``along``, or at all."""
+    """Instructions of ``roots`` for each pair: what varies along all of ``along``, or at all."""
     names = facts.names()
     varies, limits = dependencies(*roots), ranges(roots, names.int_bits, names.from_zero)
     small = small_angles(roots, names.int_bits, names.from_zero, names.reach)

@@ -28,7 +28,7 @@ _CLEAR = "\r\033[K"
 
 
 def processors() -> int:
-    """How many this process may use."""
+    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -71,7 +71,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Compilations:
-    """What threads compile, by places that name it; each result is taken once."""
+    """Compilations in threads, by places that name them; each result is taken once."""
 
     def __init__(self) -> None:
         """Nothing runs before the first :meth:`begin`."""
@@ -96,11 +96,11 @@ class Compilations:
                 del self._begun[place]
 
     def has(self, place: Hashable) -> bool:
-        """Whether a compilation for this place was begun and not taken."""
+        """Return True if a compilation for this place was begun and not taken."""
         return place in self._begun
 
     def are_done(self, places: Iterable[Hashable]) -> bool:
-        """Whether there are results for these places, as far as somebody has begun them."""
+        """Return True if there are results for these places, as far as somebody has begun them."""
         begun = (self._begun.get(place) for place in places)
         return all(future is None or future.done() for future in begun)
 

@@ -51,7 +51,7 @@ class ListKernels:
     """What earlier calls made."""
 
     def place(self) -> tuple[object, ...]:
-        """What tells these lists from those of other kernels."""
+        """Key that tells these lists from those of other kernels."""
         # Of the four kernels this one has all sizes of tiles among its constants.
         classify = self.executables["classify"]
         return classify.kernel, classify.constants, self.parts, self.loop.along

@@ -50,7 +50,7 @@ class Bounds(NamedTuple):
 
     @property
     def of_one_row(self) -> bool:
-        """Whether boxes have to be of one row."""
+        """True if boxes have to be of one row."""
         return bool(self.orders.rows)
 
     def may(self, q: Range, kv: Range) -> bool:

@@ -61,7 +61,7 @@ class WidenedBackend(Backend):
         self._tiles = tiles
 
     def why_not(self, device: torch.device) -> str | None:
-        """What the kernels' backend answers."""
+        """Reason why the kernels' backend cannot run on ``device``, or None where it can."""
         return self.kernels.why_not(device)
 
     def check(self, lowered: Lowered, call: Call) -> None:
@@ -113,7 +113,7 @@ class WidenedBackend(Backend):
         return self.kernels, wide.lowered, wide.call
 
     def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
-        """What runs the contractions, and the kernels' own lines."""
+        """Lines on the operations that run the contractions, and the kernels' own lines."""
         assert lowered.contractions is not None
         if lowered.contractions.wide is None:
             return [f"  dot        torch operations, tile by tile: {lowered.contractions.why_not}"]
@@ -133,7 +133,7 @@ class WidenedBackend(Backend):
 
 
 def why_tiles(lowered: Lowered, call: Call) -> str | None:
-    """Why torch operations run the call, or None where kernels do."""
+    """Reason why torch operations run the call, or None where kernels do."""
     contractions = lowered.contractions
     assert contractions is not None, "other programs have backends of their own"
     if contractions.wide is None:
@@ -187,7 +187,7 @@ class _Rows:
         return found.flatten(2, 3)
 
     def _view(self) -> torch.Tensor | None:
-        """What the indices look up, where each is a name that counts from 0 to the dim's size."""
+        """View of the rows looked up, if each index is a name that counts up to the dim's size."""
         tensor = self.call.tensors[self.side.name]
         names = [str(arg.value) if arg.op is Op.VAR else "" for arg in self.side.indices]
         dims = [{"b": 0, "h": 1, "hkv": 1, "q": 2, "kv": 2}.get(name) for name in names]
@@ -204,7 +204,7 @@ class _Rows:
         return tensor
 
     def scaled(self, factor: float) -> torch.Tensor:
-        """As :meth:`plain`, times the side's factor and another one, in the dtype of q."""
+        """Rows of :meth:`plain`, times the side's factor and another one, in the dtype of q."""
         rows, dtype = self.plain(), self.call.q.dtype
         if self.factor is None and factor == 1.0:
             return rows.to(dtype)
@@ -232,7 +232,7 @@ class _Rows:
         return self.tile.scope.dtype
 
     def _factors(self, factor: float) -> torch.Tensor:
-        """What rows are multiplied by: (batch or 1, heads or 1, length or 1, 1)."""
+        """Factors of the rows: (batch or 1, heads or 1, length or 1, 1), or a 0-d tensor."""
         if self.factor is None:
             return torch.full((), factor, dtype=self._work(), device=self.call.q.device)
         (found,) = self.tile.evaluate(self.factor)
@@ -300,7 +300,7 @@ class Wide:
         return not (wants.tensors | wants.params).isdisjoint(leaf_names(self._row))
 
     def wants(self, wants: Wants) -> Wants:
-        """What to ask the kernels for."""
+        """Gradients to ask the kernels for."""
         rows = [*self._queries, *self._keys]
         names = wants.tensors | wants.params
         learned = any(rows.side.name in names or names & leaf_names(rows.factor) for rows in rows)
@@ -360,7 +360,7 @@ class Wide:
 
 @lru_cache(maxsize=256)
 def _with_heads_apart(program: Program) -> tuple[Lowered, str]:
-    """As :func:`~attndsl.passes.widen.with_heads_apart`, lowered."""
+    """Lowered program, and name, that :func:`~attndsl.passes.widen.with_heads_apart` gives."""
     found, name = with_heads_apart(program)
     return lower_program(found), name
 
@@ -397,7 +397,7 @@ def _is_of_keys(term: Term) -> bool:
 
 
 def _is_by_head(term: Term) -> bool:
-    """Whether a term's keys differ between the query heads of a group."""
+    """Return True if a term's keys differ between the query heads of a group."""
     _, right = sides(term.product)
     roots = [*right.indices, *([term.factor] if _is_of_keys(term) else [])]
     return var("h") in toposort(*roots)

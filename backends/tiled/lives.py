@@ -1,4 +1,4 @@
-"""Which pairs of a tile are live, once for all tiles that have the same.
+"""Live pairs of tiles, found once for all tiles that have the same.
 
 Where a mask depends on the distance ``q - kv`` alone, as causal masks and windows do, the tiles of
 a diagonal have the same live pairs. A call has many such tiles and few diagonals: see M46 in
@@ -32,7 +32,7 @@ class Lives:
     """The live pairs of a call's tiles."""
 
     def __init__(self, mask: Node | None, call: Call, expressions: Expressions) -> None:
-        """Of a mask; with None all pairs are live, and nobody asks."""
+        """Take a mask; with None all pairs are live, and nobody asks."""
         self._mask, self._expressions = mask, expressions
         self._on_diagonals = (
             mask is not None and call.q_index is None and call.kv_index is None
@@ -41,7 +41,7 @@ class Lives:
         self._kept: dict[object, torch.Tensor] = {}
 
     def key(self, step: Step, *columns: Range) -> tuple[object, ...] | None:
-        """What tiles of ``step`` at ``columns`` have in common; None of a mask that has no such."""
+        """Key that tiles with the same live pairs share; None unless distances decide them."""
         if not self._on_diagonals:
             return None
         first = step.rows[0]
@@ -66,5 +66,5 @@ class Lives:
 
 @lru_cache(maxsize=256)
 def is_by_distance(mask: Node) -> bool:
-    """Whether pairs of the same distance are all live or all dead. To find out takes 0.1 ms."""
+    """Return True if pairs of one distance are all live or all dead. To find out takes 0.1 ms."""
     return not reads_score(mask) and meets_distances_alone(mask)

@@ -41,7 +41,7 @@ _MOST_KEPT = 1 << 20
 
 
 def is_plain(program: Program, call: Call) -> bool:
-    """Whether torch's own attention makes all that a span of the forward needs."""
+    """Return True if torch's own attention makes all that a span of the forward needs."""
     return (
         program.score is SCORE and program.weights is None and program.dropout is None
         and not _reads_score(program.mask) and call.q.device.type == "cpu"
@@ -50,22 +50,22 @@ def is_plain(program: Program, call: Call) -> bool:
 
 
 def wants_no_more(backward: Backward) -> bool:
-    """Whether nothing but gradients of q, k and v is wanted, by nothing but the output's."""
+    """Return True if only gradients of q, k and v are wanted, by nothing but the output's."""
     wants = backward.wanted
     return backward.grad_lse is None and not wants.tensors and not wants.params
 
 
 @lru_cache(maxsize=256)
 def _reads_score(mask: Node | None) -> bool:
-    """As :func:`~attndsl.ir.reads_score`, which takes 4 us and more."""
+    """Cached :func:`~attndsl.ir.reads_score`, which takes 4 us and more."""
     return reads_score(mask)
 
 
 class Biases:
-    """What masks add to scores of spans, once for all spans that have the same live pairs."""
+    """Biases that masks add to scores of spans, one for all spans with the same live pairs."""
 
     def __init__(self, call: Call, lives: Lives) -> None:
-        """Of a call with these live pairs."""
+        """Start without biases, for a call with these live pairs."""
         self._call, self._lives = call, lives
         self._kept: dict[object, Bias] = {}
         self._room = torch.empty(0)
@@ -76,10 +76,10 @@ class Biases:
     def of(
         self, step: Step, span: Span, place: Place
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the mask adds to a span's scores, (1 or matrices, 1, group * rows, width).
+        """Bias that the mask adds to a span's scores, (1 or matrices, 1, group * rows, width).
 
-        And which rows (1 or matrices, group * rows, 1) have a live pair; None where all have. Both
-        are good until the next ones are asked for.
+        Also the rows that have a live pair, bool (1 or matrices, group * rows, 1); None where all
+        have. Both are good until the next ones are asked for.
         """
         if not span.partial:
             return None, None
@@ -93,7 +93,7 @@ class Biases:
         return found
 
     def _of_end(self, step: Step, span: Span, place: Place) -> Bias:
-        """Where the mask decides at the end alone: the end of one that is as long or longer.
+        """Bias where the mask decides at the end alone: the end of one that is as long or longer.
 
         Spans of a causal mask are longer from step to step, and end alike.
         """
@@ -145,7 +145,7 @@ class Biases:
 
 
 def _members(place: Place) -> int:
-    """How many query heads of a step have a key head in common."""
+    """Number of query heads of a step that have a key head in common."""
     number: int = place.matrices.stop - place.matrices.start
     return place.shape[0] * place.shape[1] // number
 
@@ -160,7 +160,7 @@ def _by_matrices(found: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 class OfForward(NamedTuple):
-    """Of rows of a step, (matrices, group * rows, dim) and (matrices, group * rows, 1) for lse."""
+    """Rows of a step: (matrices, group * rows, dim), (matrices, group * rows, 1) for lse."""
 
     grad_out: torch.Tensor
     out: torch.Tensor
@@ -214,7 +214,7 @@ class PlainRows:
         self, span: Span, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
         of: OfForward,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:  # fmt: skip
-        """What a span adds to dQ, and its dK and dV; None where torch may have spoiled them.
+        """Terms that a span adds to dQ, and its dK and dV; None where torch may have spoiled them.
 
         Args:
             span: Of the keys.

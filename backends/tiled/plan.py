@@ -1,4 +1,4 @@
-"""Which spans of keys the CPU backend visits for which rows of queries, from the kinds of tiles."""
+"""Spans of keys that the CPU backend visits for each box of query rows, by the kinds of tiles."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _KEPT_STEPS = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a step may do at once."""
+    """Most keys and pairs that a step may take at once."""
 
     keys: int
     """Of a span of a whole tile of rows. Fewer rows have longer spans: see M33 in
@@ -88,7 +88,7 @@ class Span:
 
     @property
     def full(self) -> bool:
-        """Whether some keys are live for all rows of the step."""
+        """True if some keys are live for all rows of the step."""
         return sum(stop - start for start, stop in self.partial) < self.width
 
     def parts(self) -> Iterator[Span]:
@@ -112,7 +112,7 @@ class Step:
 
 
 class Kept(Generic[Found]):
-    """What was found of calls, by the numbers that it depends on; the most recent ones."""
+    """LRU cache of results found for calls, by the numbers that they depend on."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[object, Found] = OrderedDict()
@@ -121,7 +121,7 @@ class Kept(Generic[Found]):
     def of(
         self, key: object | None, make: Callable[[], Found], fits: Callable[[Found], bool]
     ) -> Found:
-        """What was kept for ``key``, or is made and kept if it ``fits``. None is no key."""
+        """Result kept for ``key``, or made and kept if it ``fits``. None is no key."""
         if key is None:
             return make()
         with self._lock:
@@ -154,7 +154,7 @@ class Plans:
 
 
 def numbers_of(lowered: Lowered, call: Call) -> object | None:
-    """What live pairs of ``call`` depend on; None where that includes elements of tensors."""
+    """Numbers that live pairs of ``call`` depend on; None if these include tensors' elements."""
     mask = lowered.program.mask
     numbers = (call.q_offset, call.kv_offset, *call.params.values())
     if call.tiles is not None or call.q_index is not None or call.kv_index is not None:

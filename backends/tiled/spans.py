@@ -63,7 +63,7 @@ class Place:
 
 
 def place_of(step: Step, call: Call) -> Place:
-    """Where ``step`` lies."""
+    """Place of ``step`` in tensors laid out as matrices."""
     kv_heads = call.k.shape[1]
     group = call.q.shape[1] // kv_heads
     (b, b_stop), (h, h_stop) = step.batches, step.heads
@@ -244,7 +244,7 @@ def dropout_factor(p: torch.Tensor, step: Step, columns: Range, call: Call) -> t
 
 
 def may_be_subnormal(program: Program, x: torch.Tensor) -> bool:
-    """Whether weights may be subnormal numbers, which make products on CPUs many times slower.
+    """Return True if weights may be subnormal, which makes products on CPUs many times slower.
 
     Those of plain scores hardly are. This depends on nothing but the program, so that parts of a
     call have the bits of the whole.

@@ -124,7 +124,7 @@ def ends_of(
 
 
 def cell_extremes(cell: Cell, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether the condition holds at all pairs of each tile, and whether at some.
+    """Tell for each tile whether the condition holds at all pairs, and whether at some.
 
     Returns:
         Two bool tensors, (batch or 1, heads or 1, q tiles, kv tiles).
@@ -176,7 +176,7 @@ def _is_wide(value: Scalar | torch.Tensor) -> bool:
 
 
 def fits_plan(loop: LoopPlan, grid: Grid) -> bool:
-    """Whether all ints of the call are small enough for the closed form of ``loop``."""
+    """Return True if all ints of the call are small enough for the closed form of ``loop``."""
     if loop.within is None:
         return True
     return bool(evaluate((loop.within,), grid.scope)[0].all())
@@ -230,7 +230,7 @@ def segment_kinds(
 def segment_counts(
     loop: LoopPlan, direction: Direction, grid: Grid, outer: tuple[int, int]
 ) -> Counter[int]:
-    """How many tiles :func:`segment_kinds` would make FULL and PARTIAL, in memory of a row.
+    """Numbers of tiles that :func:`segment_kinds` would make FULL and PARTIAL, in memory of a row.
 
     No positions of ``grid`` are used but the first; lengths are those of its sizes.
     """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def work_dtype(call: Call) -> torch.dtype:
-    """What everything is computed and accumulated in."""
+    """Dtype in which everything is computed and accumulated."""
     return torch.float64 if call.q.dtype is torch.float64 else torch.float32
 
 
@@ -96,7 +96,7 @@ class Expressions:
 
 
 class _Order(NamedTuple):
-    """What is evaluated of some expressions."""
+    """Nodes to evaluate for some expressions, in order."""
 
     nodes: tuple[Node, ...]
     """Operands first, without those that lines alone are made of."""
@@ -156,7 +156,7 @@ class Tile:
         return values
 
     def view(self, load: Node, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What ``load`` looks up in ``tensor``, as a view of four dims; None if there is none."""
+        """View of ``tensor``, of four dims, that has the elements ``load`` looks up, or None."""
         names = [str(arg.value) if arg.op is Op.VAR else "" for arg in load.args]
         if len({_DIMS.get(name) for name in names}) < len(names):
             return None

@@ -23,7 +23,7 @@ _FP8_CAPABILITY = (8, 9)
 
 
 def why_not_fp8(pages: torch.Tensor) -> str | None:
-    """Why kernels neither read nor write such pages, or None."""
+    """Reason why kernels neither read nor write such pages, or None."""
     device = pages.device
     if pages.element_size() != 1 or device.type != "cuda" or torch.version.hip is not None:
         return None

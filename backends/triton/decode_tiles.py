@@ -80,7 +80,7 @@ more keys, and 2 warps take longer: see M44."""
 
 
 class Shape(NamedTuple):
-    """Which rows are one tile."""
+    """Rows of one tile: heads that share keys, times queries."""
 
     group: int
     """Heads that share keys, rounded up to a power of two."""
@@ -133,7 +133,7 @@ def shape_of(q_len: int, members: int, element_bytes: int, columns: int) -> Shap
 
 
 def members_of(heads_of_key: int, together: bool) -> int:
-    """How many heads that share keys are rows of one tile.
+    """Number of heads that share keys and are rows of one tile.
 
     Args:
         heads_of_key: Query heads that share a head of keys.
@@ -149,7 +149,7 @@ def members_of(heads_of_key: int, together: bool) -> int:
 
 
 class Sharing(NamedTuple):
-    """How many programs share keys."""
+    """Number of programs that share keys, and least number of parts that they make."""
 
     programs: int
     """Of one batch entry, where they are few."""
@@ -163,7 +163,7 @@ class Sharing(NamedTuple):
         return 2 * self.least
 
     def counts_of(self, parts: int) -> int:
-        """How many numbers the programs of one unit count in, where that many share its keys."""
+        """Number of counters of one unit's programs, where ``parts`` of them share its keys."""
         if parts > self.most_in_one:
             return 1 + -(-parts // self.least)
         return int(parts > 1)
@@ -175,7 +175,7 @@ class Sharing(NamedTuple):
 
 
 def sharing_of(shape: Shape, program: Program, facts: KernelFacts) -> Sharing:
-    """How the programs of a kernel share keys."""
+    """Numbers of programs and parts by which a kernel's programs share keys."""
     if shape.rows > _WIDE_ROWS:
         return Sharing(PROGRAMS, _WIDE_PARTS)
     narrow = facts.pages is not None and _is_narrow(shape, program, facts)
@@ -197,19 +197,19 @@ def most_parts(kv_len: int, units: int, config: Config, sharing: Sharing) -> int
 
 
 def warps_of(shape: Shape) -> int:
-    """Of kernels that are not narrow."""
+    """Warps of kernels that are not narrow."""
     return _WIDE_WARPS if shape.rows > _WIDE_ROWS else _WARPS
 
 
 def is_looked_up(part: Node | None) -> bool:
-    """Whether a pair's mask, or another part, is read from memory by the number of the key."""
+    """Return True if a pair's mask, or another part, is read from memory by the key's number."""
     if part is None:
         return False
     return any(item.op in (Op.LOAD, Op.DOT) for item in mentions(part, name="kv"))
 
 
 def _is_narrow(shape: Shape, program: Program, facts: KernelFacts) -> bool:
-    """Whether a kernel for pages has :data:`_NARROW_WARPS`."""
+    """Return True if a kernel for pages has :data:`_NARROW_WARPS`."""
     pages, widths = facts.pages, widths_of(facts)
     if pages is None or pages.dtype == FP8_TYPE or widths.element_bytes != 2:
         return False

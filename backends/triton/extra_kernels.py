@@ -54,7 +54,7 @@ class BackwardState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no pairs."""
+        """True if there are no pairs."""
         return not self.lse.numel() or not self.call.k.shape[2]
 
     def layout_of(self, task: Task, wants: Wants | None = None) -> Layout:
@@ -88,7 +88,7 @@ class BackwardState:
 
 
 def task_of_exact(lowered: Lowered, plan: GradientPlan) -> Task:
-    """How exact sums get their bounds, and whether pairs are summed up before."""
+    """Task of exact sums, by how they get bounds and whether pairs are summed up before."""
     bounded = known_factors(lowered, plan.others.tensors) is not None
     if plan.together is None:
         return Task.BOUNDED if bounded else Task.SCATTERED
@@ -160,7 +160,7 @@ class _OfPairs:
     sums: list[Sums]
 
     def arguments(self) -> list[object]:
-        """Of the sums."""
+        """Kernel arguments of the sums."""
         return [argument for item in self.sums for argument in item.arguments()]
 
 

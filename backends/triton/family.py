@@ -41,7 +41,7 @@ _WITH_FP32_RESULTS = frozenset({Task.FORWARD, Task.BACKWARD, Task.REPAIR, Task.R
 def facts_of_task(
     lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None, wanted: Wants | None
 ) -> KernelFacts:
-    """What the kernels of a task depend on."""
+    """Facts that the kernels of a task depend on."""
     facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
     if wanted is not None:
         facts = with_gradients(facts, wanted)

@@ -115,7 +115,7 @@ def stored_text(job: Job, config: Config, loop: LoopPlan, products: Products) ->
 
 
 def _tells_heads_apart(lowered: Lowered, facts: KernelFacts) -> bool:
-    """Whether all tensors that get sums of pairs have elements of each query head."""
+    """Return True if all tensors that get sums of pairs have elements of each query head."""
     return all(
         "h" in {index.value for index in term.leaf.args}
         for term in terms_of(lowered, facts.tensor_gradients)
@@ -150,7 +150,7 @@ def extra_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> 
 
 
 def flags_of_program(program: Program, facts: KernelFacts) -> Flags:
-    """What every program decides."""
+    """Flags that every program decides."""
     return {
         "MASKED": program.mask is not None,
         "MODIFIED": program.score.op is not Op.SCORE,
@@ -165,7 +165,7 @@ def flags_of_program(program: Program, facts: KernelFacts) -> Flags:
 
 
 def constants(facts: KernelFacts, config: Config, products: Products) -> Flags:
-    """What every call decides: sizes of tiles, dims, how positions are given, precision."""
+    """Constants that every call decides: sizes of tiles, dims, kinds of positions, precision."""
     block_d, block_dv = block_widths(facts)
     return {
         "BLOCK_M": config.block_m,

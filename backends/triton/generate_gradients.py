@@ -42,7 +42,7 @@ TOGETHER = Sums(_TILE, PAIRS.stored_from)
 
 @dataclass(frozen=True, slots=True)
 class GradientTexts:
-    """What a module gets."""
+    """Functions, helpers, flags and arguments that a module gets for gradients or tangents."""
 
     functions: tuple[str, ...] = ()
     helpers: frozenset[str] = frozenset()
@@ -53,7 +53,7 @@ class GradientTexts:
 
 
 def gradient_texts(lowered: Lowered, facts: KernelFacts, kind: Sums) -> GradientTexts:
-    """What a kernel that adds up ``kind`` does for the gradients that ``facts`` names."""
+    """Texts of a kernel that adds up ``kind``, for the gradients that ``facts`` names."""
     names = {*facts.tensor_gradients, *facts.param_gradients}
     if kind in (NO_SUMS, DIAGONALS):
         terms: tuple[Term, ...] = ()
@@ -97,7 +97,7 @@ def gradient_texts(lowered: Lowered, facts: KernelFacts, kind: Sums) -> Gradient
 
 
 def stored_texts(lowered: Lowered, facts: KernelFacts, kind: Sums) -> GradientTexts:
-    """What the kernel that adds up stored dS does with a sum: each of its terms is that."""
+    """Texts of the kernel that adds up stored dS: each of its terms is that sum."""
     count = len(terms_of(lowered, facts.tensor_gradients))
     return GradientTexts((_end(count, facts, kind),), given=tuple(_outputs(count, facts, kind)))
 

@@ -32,7 +32,7 @@ _ZERO = const(0.0)
 
 
 def tangent_texts(lowered: Lowered, facts: KernelFacts) -> GradientTexts:
-    """What the kernel of tangents has for what ``facts`` says moves."""
+    """Texts of the kernel of tangents, for the tensors that ``facts`` says move."""
     program = lowered.program
     sources = derivatives(lowered)
     if program.sink is not None:

@@ -42,7 +42,7 @@ _MOST_PROGRAMS = 65535
 
 
 class PagesLayout(NamedTuple):
-    """What steps of one signature share."""
+    """Launch layout that steps of one signature share."""
 
     layout: Layout
     kernel: Executable
@@ -74,7 +74,7 @@ class Serve(Portable):
         self._counts = Counts(COUNTS_OF_GRAPHS)
 
     def why_not_pages(self, lowered: Lowered, call: Call, pages: Pages) -> str | None:
-        """Why these kernels do not run a call of packed requests, or None."""
+        """Reason why these kernels do not run a call of packed requests, or None."""
         reason = why_not_fp8(pages.k)
         if reason is not None:
             return reason
@@ -101,7 +101,7 @@ class Serve(Portable):
     def layout_of_pages(
         self, layout: Layout, lowered: Lowered, call: Call, pages: Pages
     ) -> PagesLayout:
-        """What steps of one signature share.
+        """Launch layout that steps of one signature share.
 
         Args:
             layout: With the kernel of :meth:`jobs_of_pages`.
@@ -204,7 +204,7 @@ def _kind(scale: float | torch.Tensor | None) -> int:
 
 
 def page_facts(pages: Pages) -> PageFacts:
-    """What kernels depend on of pages."""
+    """Facts of pages that kernels depend on."""
     bytes_of = pages.k.element_size()
     rows = pages.q.stride()[:2]
     dtype = FP8_TYPE if bytes_of == 1 else TRITON_TYPES[pages.k.dtype]
@@ -218,7 +218,7 @@ def page_facts(pages: Pages) -> PageFacts:
 
 
 def _are_wide(pages: Pages) -> bool:
-    """Whether a step, or what a row is from its page, does not fit 32 bits."""
+    """Return True if a step, or a row's offset from its page, does not fit 32 bits."""
     of_scales = (_scale_strides(scale)[1] for scale in (pages.k_scale, pages.v_scale))
     most = max(pages.k.stride(1), pages.v.stride(1), *of_scales)
     return max(*_steps(pages), pages.k.shape[1] * most) >= 1 << 31
@@ -234,15 +234,15 @@ def _steps(pages: Pages) -> tuple[int, ...]:
 
 
 def bits_of_pages(pages: Pages) -> tuple[bool, bool]:
-    """What :func:`page_facts` depends on in steps of one signature: addresses that are aligned."""
+    """Alignment of pages and of q, by which :func:`page_facts` varies in steps of one signature."""
     return (pages.k.data_ptr() | pages.v.data_ptr()) % 16 == 0, pages.q.data_ptr() % 16 == 0
 
 
 def kinds_of_pages(pages: Pages) -> tuple[object, ...]:
-    """What :class:`PagesLayout` depends on besides, in steps whose signature nobody knows."""
+    """Further facts that :class:`PagesLayout` depends on, in steps whose signature nobody knows."""
     return (pages.made, *((x.shape, x.stride()) for x in pages if isinstance(x, torch.Tensor)))
 
 
 def _aligned(tensor: torch.Tensor) -> bool:
-    """Whether its address, in bytes, and all strides but the last are multiples of 16."""
+    """Return True if the address, in bytes, and all strides but the last are multiples of 16."""
     return tensor.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in tensor.stride()[:-1])

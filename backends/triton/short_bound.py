@@ -35,7 +35,7 @@ def forward_numbers(layout: Layout, call: Call, steps: Sequence[int]) -> list[ob
 def backward_numbers(
     layout: Layout, call: Call, steps: Sequence[int], has_dlse: bool
 ) -> list[object]:
-    """As :func:`forward_numbers`."""
+    """Arguments of a backward behind the tensors; see :func:`forward_numbers`."""
     orders = layout.orders
     return [
         *layout.strides, *steps[:3], *layout.grad_strides, *call_numbers(layout.sizes, call),

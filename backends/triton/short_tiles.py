@@ -52,7 +52,7 @@ _MOST_BYTES_OF_BACKWARD = 128 * 64 * 2 * 2
 
 
 class Shape(NamedTuple):
-    """What a kernel's programs hold, and go along."""
+    """Rows of a query tile and keys that a kernel's programs hold."""
 
     rows: int
     """Rows of a query tile, one of :data:`ROWS`."""
@@ -80,7 +80,7 @@ def pieces_of(keys: int) -> tuple[int, ...]:
 
 
 def keys_held(kv_len: int, widths: Widths, backward: bool) -> int | None:
-    """How many keys a program holds for ``kv_len`` of them; None where they are too many."""
+    """Number of keys that a program holds for ``kv_len`` of them; None if it cannot hold them."""
     known = KEYS_OF_BACKWARD if backward else KEYS
     found = next((keys for keys in known if keys >= kv_len > 0), None)
     most = _MOST_BYTES_OF_BACKWARD if backward else _MOST_BYTES
@@ -98,7 +98,7 @@ def most_keys(widths: Widths, backward: bool) -> int:
 
 
 def shape_of(q_len: int, keys: int, backward: bool) -> Shape:
-    """What programs hold in a call of ``q_len`` rows."""
+    """Rows and keys that programs hold in a call of ``q_len`` rows."""
     long = q_len > _FEW_ROWS
     most = _ROWS_OF_BACKWARD if backward and not long else ROWS[-1]
     return Shape(next((rows for rows in ROWS if rows >= min(q_len, most)), most), keys, long)

@@ -31,7 +31,7 @@ Row = tuple[Config, ...]
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Of what a kernel holds in shared memory."""
+    """Widths of rows, and bytes of elements, that a kernel holds in shared memory."""
 
     d: int
     """Head dim of q and k, rounded up to a power of two."""
@@ -47,7 +47,7 @@ class Widths:
 
 
 def widths_of(facts: KernelFacts) -> Widths:
-    """What ``facts`` say of it."""
+    """Widths of a kernel with ``facts``."""
     return Widths(*block_widths(facts), 4 if facts.dtype == "fp32" else 2)
 
 
@@ -125,7 +125,7 @@ class Tiles:
         return next(table[row] for table in tables[work] if row in table)
 
     def _misread(self, config: Config) -> bool:
-        """Whether Triton 3.6 would read past the end of shared memory, or other than the operand.
+        """Return True if Triton 3.6 would read past shared memory's end, or other than the operand.
 
         It does in products in three parts (``tf32x3``) of 64 rows by 16 columns that eight warps
         share (``Invalid __shared__ read`` of compute-sanitizer; dK at head dim 16, wrong or a

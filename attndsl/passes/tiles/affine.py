@@ -1,4 +1,4 @@
-"""Which masks are quasi-affine, and which symbols they have besides positions.
+"""Quasi-affine masks, and their symbols besides positions.
 
 Integer sets (``sets.py``) know no wrap-around, while the language's ints are 64 bits that wrap.
 So positions and sizes are below 2**30, each symbol is taken to fit 32 bits, and a mask whose
@@ -50,7 +50,7 @@ _VARYING = frozenset({"q", "kv", "score"})
 
 
 def why_not_affine(root: Node) -> str | None:
-    """Why ``root`` is no quasi-affine expression, or None where it is one."""
+    """Reason why ``root`` is no quasi-affine expression, or None where it is one."""
     deps = dependencies(root)
     for item in toposort(root):
         if not deps[item] & _VARYING:
@@ -94,7 +94,7 @@ def symbols_of(root: Node) -> Symbols:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """How the symbols of a mask are made to fit 32 bits."""
+    """Cuts and conditions that make the symbols of a mask fit 32 bits."""
 
     cut: Mapping[Node, Node]
     """What stands for symbols that only comparisons read: their values, cut off to 32 bits."""
@@ -130,7 +130,7 @@ def guard_of(mask: Node, wide: frozenset[str]) -> Guard:
 
 
 def _compares_alike(reader: Node, item: Node, symbols: Symbols) -> bool:
-    """Whether ``reader`` compares ``item`` with what lies strictly within 32 bits."""
+    """Return True if ``reader`` compares ``item`` with a value strictly within 32 bits."""
     if reader.op not in COMPARISONS:
         return False
     low, high = INT32
@@ -139,7 +139,7 @@ def _compares_alike(reader: Node, item: Node, symbols: Symbols) -> bool:
 
 
 def _expands(item: Node) -> bool:
-    """Whether sets can build an expression without positions of its operands."""
+    """Return True if sets can build an expression without positions of its operands."""
     if item.op is Op.CONST:
         return item.dtype is not DType.FLOAT and abs(int(item.value)) <= MAX_COEFFICIENT  # type: ignore[arg-type]
     return item.op not in LEAVES and item.op is not Op.LOAD and _refusal(item, {}) is None

@@ -1,4 +1,4 @@
-"""Whether a mask is the same for all pairs, whatever the lengths and the captures are.
+"""Masks that are the same for all pairs, whatever the lengths and the captures are.
 
 Non-goals: masks that are the same for all pairs of some lengths only; masks of many operations,
 which nobody wrote by hand and which would take longer to decide than to compile.
@@ -54,7 +54,7 @@ def verdict(mask: Node) -> bool | None:
 
 
 def _all_or_none(mask: Node, wanted: bool) -> bool:
-    """Whether a quasi-affine mask is ``wanted`` for all pairs."""
+    """Return True if a quasi-affine mask is known to be ``wanted`` for all pairs."""
     # Most masks show at once that they are not, and isl takes long to import.
     if _has_sample(mask, not wanted):
         return False
@@ -74,7 +74,7 @@ def _all_or_none(mask: Node, wanted: bool) -> bool:
 
 
 def _has_sample(mask: Node, wanted: bool) -> bool:
-    """Whether the mask is ``wanted`` for one of some pairs and values of what it reads."""
+    """Return True if the mask is ``wanted`` for a sampled pair and guessed sizes and params."""
     leaves = [x for x in toposort(mask) if x.op in (Op.SIZE, Op.PARAM, Op.VAR)]
     for guess in _GUESSES:
         # Heads and batch entries are 0.

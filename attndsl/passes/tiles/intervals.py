@@ -90,7 +90,7 @@ _INTS = 2.0**62
 
 
 def _clipped(found: Range, limit: int) -> Range:
-    """What of ``found`` is below ``limit`` in magnitude; ``found`` itself where nothing is."""
+    """Part of ``found`` within ``limit`` in magnitude; ``found`` itself where there is none."""
     low, high = max(found[0], -limit), min(found[1], limit - 1)
     return (low, high) if low <= high else found
 
@@ -160,7 +160,7 @@ class _Bounder:
         return needed
 
     def _limit(self, needed: set[Node]) -> tuple[frozenset[Node], int, frozenset[Node]]:
-        """How small the operands of integer arithmetic must be for its bounds not to wrap.
+        """Find how small operands of integer arithmetic must be for its bounds not to wrap.
 
         Returns:
             The operations that may wrap even then, the limit of the operands' magnitude (a power of
@@ -182,7 +182,7 @@ class _Bounder:
         return fewest, limit, beyond
 
     def _computed(self, item: Node) -> bool:
-        """Whether the bounds of an INT node are computed from those of its operands."""
+        """Return True if the bounds of an INT node are computed from those of its operands."""
         if not item.args or not self._positions(item):
             return False
         return len(self._positions(item)) == 2 or self._linear(item)
@@ -220,12 +220,12 @@ class _Bounder:
         return found[self.mask]
 
     def _neutral(self, item: Node, place: int) -> Node:
-        """Whether an operand of ``and`` or ``or`` leaves it to the other one."""
+        """Condition that an operand of ``and`` or ``or`` leaves the result to the other one."""
         must, may = self.found[item.args[place]]
         return must if item.op is Op.AND else _not(may)
 
     def _exact(self, item: Node) -> bool:
-        """Whether the bounds of a condition are taken by pairs of the tile."""
+        """Return True if pairs of the tile attain the bounds of a condition."""
         if item in self.cells or len(self._positions(item)) < 2:
             return True
         if item.op not in (Op.LT, Op.LE) or item.args[0].dtype is not DType.INT:
@@ -233,7 +233,7 @@ class _Bounder:
         return self._attained(*item.args)
 
     def _attained(self, a: Node, b: Node) -> bool:
-        """Whether all four pairs of the bounds of two INTs are taken by pairs of the tile."""
+        """Return True if pairs of the tile attain all four pairs of the bounds of two INTs."""
         if self._positions(a) & self._positions(b) or self.unknown.intersection((a, b)):
             return False
         return all(
@@ -277,7 +277,7 @@ class _Bounder:
         return self._unknown(item)
 
     def _linear(self, item: Node) -> bool:
-        """Whether interval arithmetic on ``item`` loses nothing: sums of one position."""
+        """Return True if interval arithmetic on ``item`` loses nothing: sums of one position."""
         if item.dtype is not DType.INT:
             return False
         if item.op in (Op.ADD, Op.SUB, Op.MUL):

@@ -118,7 +118,7 @@ def live_segments(
 
 @contextmanager
 def _derivation(mask: Node, shifted: bool, wide: frozenset[str]) -> Iterator[_Derivation]:
-    """What derives segments of ``mask``; what isl cannot do within its limits is no closed form."""
+    """Derive segments of ``mask``; sets too complicated for isl's limits have no closed form."""
     import islpy
 
     # A context of its own, since isl counts and limits operations by context.

@@ -1,4 +1,4 @@
-"""How the tiles of a mask are found: a way for each of its atoms, before tile sizes are known.
+"""Ways to find the tiles of a mask, one for each of its atoms, before tile sizes are known.
 
 There are three ways, in order of preference. Integer sets: the whole mask is quasi-affine, and its
 tiles have a closed form. Summaries: least and greatest values in a tile decide the atom.
@@ -49,7 +49,7 @@ class Atom:
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
-    """How the tiles of a program are found."""
+    """Plan to find the tiles of a program."""
 
     mask: Node | None
     plain: bool
@@ -66,7 +66,7 @@ class Sparsity:
     """Tighter bounds, which evaluate conditions by cells; :attr:`bounds` where none has cells."""
 
     def maps(self, batch: int, heads: int) -> tuple[int, int]:
-        """Of how many batch entries and heads the tiles may differ: all, or 1."""
+        """Numbers of batch entries and heads of which the tiles may differ: all, or 1."""
         return (batch if self.by_batch else 1), (heads if self.by_head else 1)
 
     def loop(
@@ -193,7 +193,7 @@ class Sparsity:
         return "short" if loop.full else "short partial"
 
     def visited(self, direction: Direction, shifted: bool, indexed: bool) -> int | None:
-        """How many tiles of 128 a tile of 128 visits in long sequences, where this does not grow.
+        """Number of tiles of 128 that one of 128 visits in long sequences, where it does not grow.
 
         Params that are given at the call are taken to be 1024.
         """
@@ -212,7 +212,7 @@ def _visited(loop: LoopPlan, own: int, along: int, scale: int, place: float) -> 
 
 
 def _goes_on(loop: LoopPlan, own: int, along: int, peeled: bool, two_sided: bool) -> bool:
-    """Whether owners go one way along the loop, against their order.
+    """Return True if owners go one way along the loop, against their order.
 
     FULL tiles come first, then PARTIAL ones; where ``two_sided``, PARTIAL ones before and behind
     them. Some owners in the middle of a long loop are looked at, with a ragged last tile and

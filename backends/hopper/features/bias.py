@@ -1,4 +1,4 @@
-"""What pairs look up, read by tiles: tensors such as ``bias[h, q, kv]``, masks ``allowed[q, kv]``.
+"""Tensors that pairs look up, read by tiles: ``bias[h, q, kv]``, masks ``allowed[q, kv]``.
 
 Each consumer has one tile of each tensor in shared memory. Which tensors they are says
 :mod:`..pair_tiles`.

@@ -26,7 +26,7 @@ _KEYS = (
 
 
 def kept_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
-    """What says which pairs are kept: of each stage two words a thread, or a bit a pair."""
+    """Bytes of the bits for kept pairs: of each stage two words a thread, or a bit a pair."""
     if task is Task.FORWARD:
         size = 2 * 4 * 128 * config.consumers
     else:

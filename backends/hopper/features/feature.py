@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OwnTiles:
-    """How consumers know which tiles of their work tile to leave out."""
+    """Rules by which consumers leave out tiles of their work tile."""
 
     skips: bool = False
     """Whether they leave out any."""
@@ -32,7 +32,7 @@ class OwnTiles:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """What one module is generated for."""
+    """Program, facts, task, loop and config that one module is generated for."""
 
     lowered: Lowered
     facts: KernelFacts
@@ -45,22 +45,22 @@ class ModuleSpec:
 
     @property
     def is_forward(self) -> bool:
-        """Whether a work tile is one of queries."""
+        """Return True if a work tile is one of queries."""
         return self.task is not Task.BACKWARD
 
     @property
     def has_tangents(self) -> bool:
-        """Whether it is the forward that makes tangents as well."""
+        """Return True for the forward that makes tangents as well."""
         return self.task is Task.FORWARD_TANGENT
 
     @property
     def loop_name(self) -> str:
-        """What templates call the loop."""
+        """Name of the loop in templates."""
         return "forward" if self.is_forward else "kv_pass"
 
     @property
     def is_listed(self) -> bool:
-        """Whether the loop's tiles are listed."""
+        """Return True if the loop's tiles are listed."""
         return self.loop.listed is not None
 
 
@@ -87,7 +87,7 @@ def _no_texts(spec: ModuleSpec) -> Texts:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """When kernels have something, and what they then have for it."""
+    """Condition under which kernels have a feature, and the code and memory they have for it."""
 
     flag: str
     """The constant that says so in device code."""
@@ -107,7 +107,7 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What features add to one module."""
+    """Parts that features add to one module."""
 
     flags: Mapping[str, bool | float | str] = field(default_factory=dict)
     templates: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class Parts:
 
 
 def parts_of(features: Sequence[Feature], spec: ModuleSpec) -> Parts:
-    """What ``features`` add to the module of ``spec``, in their order."""
+    """Parts that ``features`` add to the module of ``spec``, in their order."""
     found = [feature for feature in features if feature.applies(spec)]
     flags: dict[str, bool | float | str] = {}
     for feature in features:

@@ -1,4 +1,4 @@
-"""How the softmax's maximum is followed: not at all, to the end, or with tiles that keep it.
+"""Ways to follow the row max: not at all, to the end, or with tiles that keep it.
 
 Kernels that keep it may have their FULL tiles by halves.
 """
@@ -27,7 +27,7 @@ docs/measured.md."""
 
 
 def _is_bounded(spec: ModuleSpec) -> bool:
-    """Whether weights of all scores fit as they are, in base 2, without a maximum taken off.
+    """Return True if weights of all scores fit as they are, in base 2, with no row max taken off.
 
     Tangents are multiplied with weights before these are rounded, and fp16 has no room for more.
     """
@@ -66,7 +66,7 @@ def _is_halved(spec: ModuleSpec) -> bool:
 
 
 def comes_by_halves(spec: ModuleSpec) -> bool:
-    """Whether a forward with a fixed maximum has the scores of FULL tiles half by half.
+    """Return True if a forward with a fixed maximum has the scores of FULL tiles half by half.
 
     Products of D128 take longer than their exponentials. A soft cap needs twice as many
     exponentials. Work tiles with few tiles wait when they begin. See M2 in docs/measured.md.

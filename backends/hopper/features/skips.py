@@ -1,4 +1,4 @@
-"""Which of a query tile's key-value tiles each consumer of a forward leaves out.
+"""Key-value tiles of a query tile that each consumer of a forward leaves out.
 
 The consumers share a query tile's rows, and the first of these may attend to fewer keys than the
 last. Where tiles have a closed form, so have those of a consumer's rows; where they are listed, the
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def own_tiles(lowered: Lowered, facts: KernelFacts, task: Task, config: Config) -> OwnTiles:
-    """What consumers of one kernel leave out.
+    """Tiles that consumers of one kernel leave out.
 
     Rows beyond the last query are many where tiles have a length that few lengths are multiples
     of. What comes by tiles, or is drawn, comes to all consumers.
@@ -44,7 +44,7 @@ def own_tiles(lowered: Lowered, facts: KernelFacts, task: Task, config: Config) 
 
 
 def parts_of_lists(lowered: Lowered, facts: KernelFacts, task: Task, config: Config) -> int:
-    """Of how many consumers the lists tell of a kernel that has lists.
+    """Number of consumers for which the lists of a kernel tell tiles apart, if it has lists.
 
     Looks at no tiles, so that a start from the cache derives no plan.
     """
