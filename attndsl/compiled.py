@@ -140,10 +140,8 @@ class Ready(NamedTuple):
 
 
 def without_tensors(call: Call) -> Call:
-    """Copy ``call`` without its tensors, for calls of its signature to share.
-
-    ``q.new_empty`` would be of a transform of torch.func.
-    """
+    """Copy ``call`` without its tensors, for calls of its signature to share."""
+    # ``q.new_empty`` would be of a transform of torch.func.
     empty = torch.empty(0, dtype=call.q.dtype, device=call.q.device)
     return call._replace(q=empty, k=empty, v=empty, tensors={}, params={})
 

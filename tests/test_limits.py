@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import counts
@@ -181,3 +182,19 @@ def test_lists_may_only_shrink(found, message):
     check({"a": 69}, {"a": 70}, "lines", 60)
     with pytest.raises(AssertionError, match=message):
         check(found, {"a": 70}, "lines", 60)
+
+
+ODD = re.compile(r"(What|Whether|Which|Of|As|Where|How|When|Why|Who)\b")
+"""Words that open no noun phrase and no imperative."""
+EXEMPT = re.compile(
+    r".*/templates/|backends/device/|backends/hopper/(library|records|functions)\.py|tools/"
+)
+"""Device code, its records and tools: their openings are not all in order yet."""
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if not EXEMPT.match(path)])
+def test_docstrings_open_with_a_noun_or_an_imperative(path):
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(FILES[path])) if isinstance(node, kinds)]
+    odd = [text for text in map(ast.get_docstring, nodes) if text and ODD.match(text)]
+    assert not odd, odd[0].splitlines()[0]
