@@ -19,13 +19,7 @@ from attndsl.introspection import Introspection
 from attndsl.other_lengths import OtherLengths, Prepared
 from attndsl.refusals import refuse_call
 from attndsl.repeated import Repeated
-from attndsl.runtime.arguments import (
-    autocast,
-    is_deterministic,
-    joined,
-    kinds_of,
-    scale_of,
-)  # fmt: skip
+from attndsl.runtime.arguments import autocast, is_deterministic, joined, kinds_of, scale_of
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import check_has_seed, check_room
 from attndsl.runtime.bind import CallOptions, bind

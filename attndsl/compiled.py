@@ -21,7 +21,7 @@ from attndsl.runtime.arguments import (
     joined,
     kinds_of,
     scale_of,
-)  # fmt: skip
+)
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import (
     OPERANDS,

@@ -56,8 +56,7 @@ class Question:
     doubts: tuple[str, ...] = ()
     """What a call of these lengths hardly can mean."""
     verbose: bool = True
-    """Whether to say how functions are computed, which tiles loops visit, and what runs higher
-    derivatives."""
+    """True for fast forms of functions, tiles of loops, and what runs higher derivatives, too."""
 
 
 def explain(lowered: Lowered, asked: Question, call: Call | None = None) -> str:

@@ -250,7 +250,7 @@ class Family(Protocol):
     compiles_long: bool
     """Whether its kernels take several times as long to compile as the portable ones."""
     checks_results: bool
-    """Whether kernels say which of their results are not finite. Forwards of programs whose keys
+    """True if kernels say which of their results are not finite. Forwards of programs whose keys
     are bounded store NaN as the rest of such a row's log-sum-exp, and backwards make
     :attr:`~..base.Gradients.checks`."""
     marks_entries: bool

@@ -36,4 +36,4 @@ def _checks(spec: ModuleSpec) -> Sequence[str]:
 COLUMN_SUMS = Feature("GRAD_OF_COLUMN", _of_column, given=lambda spec: ["COLUMN_SUMS"])
 FACTOR_SUMS = Feature("GRAD_OF_FACTOR", _of_factor, given=lambda spec: ["FACTOR_SUMS"])
 CHECKS = Feature("CHECKS_RESULTS", _checks_results, given=_checks)
-"""Of dK and dV; forwards say it by their log-sum-exps."""
+"""Checks of dK and dV have memory of their own; those of outputs are in log-sum-exps."""
