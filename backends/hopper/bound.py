@@ -167,5 +167,5 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch
         dq_of=launches["dq_from_sums"].run,
         dq_last=[call.scale, *orders.q.rows, heads, q_len],
         dtype=torch.float32 if wanted.wide else call.q.dtype,
-        programs=(padded // STATISTICS_ROWS * batch * heads, padded // 32 * batch * heads),
+        programs=(padded // STATISTICS_ROWS * batch * heads, layout.statistics.dq_programs),
     )

@@ -172,7 +172,7 @@ class Hopper:
         """See :class:`~..kernels.kernel.Family`."""
         assert isinstance(layout, HopperLayout)
         _, lse, _, grad_lse, wanted = backward
-        buffers = _buffers(layout, call, backward)
+        buffers = _buffers(layout, lowered, call, backward)
         with on_device(call.q.device):
             stream = stream_of(call.q.device)
             of_pairs = _read_by_tiles(layout, call)
@@ -294,18 +294,18 @@ class _Buffers(NamedTuple):
     """(2, batch, kv_heads, kv_len) fp32: see :attr:`..base.Gradients.checks`."""
 
     def checks_of_results(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Those of q's gradient and of k's and v's, if they are made; see :mod:`.sums`."""
+        """Checks of q's gradient, and of k's and v's, if kernels make them; see :mod:`.sums`."""
         if self.checks is None:
             return None
         rests = self.statistics.parts(self.memory)[1]
-        return rests[: self.statistics.number // 32], self.checks
+        return rests[: self.statistics.dq_programs], self.checks
 
     def row_delta(self) -> torch.Tensor:
         """Delta (batch, heads, padded rows)."""
         return self.statistics.parts(self.memory)[2].view(self.statistics)
 
 
-def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
+def _buffers(layout: HopperLayout, lowered: Lowered, call: Call, backward: Backward) -> _Buffers:
     lse, wanted, learned = backward.lse, backward.wanted, layout.learned
     k, v, orders, kind = call.k, call.v, layout.orders, wide_dtype(wanted.wide)
     config = layout.launches["backward_kv"].executable.config
@@ -332,7 +332,7 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
         )
         if layout.facts.takes_turns
         else None,
-        checks=empty_fp32(k, 2, *k.shape[:3]) if layout.checked else None,
+        checks=empty_fp32(k, 2, *k.shape[:3]) if lowered.program.bounded else None,
     )
 
 
@@ -353,14 +353,14 @@ def _prepare(layout: HopperLayout, backward: Backward, buffers: _Buffers, stream
 
 def _dq(layout: HopperLayout, call: Call, buffers: _Buffers, stream: int) -> torch.Tensor:
     """DQ of its sums."""
-    batch, heads, q_len, _ = call.q.shape
+    heads, q_len = call.q.shape[1:3]
     order, narrow = layout.orders.q, layout.facts.narrow_dq
     kind = call.q.dtype if narrow else buffers.dk.dtype
     room = given_room(call, order, kind)
     dq = order.empty(call.q, kind) if room is None else room
     rows = [step // order.shape[3] for step in dq.stride()[:3]]
     layout.launches["dq_from_sums"].run(
-        buffers.statistics.padded // 32 * batch * heads, stream,
+        buffers.statistics.dq_programs, stream,
         [buffers.dq_sums, dq.data_ptr(), buffers.rest, call.scale, *rows, heads, q_len],
     )  # fmt: skip
     return dq

@@ -99,6 +99,11 @@ class RowStatistics(NamedTuple):
         """Number of rows of all heads, padded."""
         return self.batch * self.heads * self.padded
 
+    @property
+    def dq_programs(self) -> int:
+        """Number of programs of ``sums.dq_from_sums``: two for 64 rows."""
+        return self.number // 32
+
     def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Shifts and rests of log-sum-exps, and delta, each flat."""
         number = self.number

@@ -57,8 +57,6 @@ class HopperLayout(Layout):
     """Gradients that come of sums along diagonals."""
     others: Wants = field(default_factory=Wants)
     """All others."""
-    checked: bool = False
-    """Of a backward: whether its kernels tell of results that are not finite."""
 
 
 def statistics_of(call: Call) -> RowStatistics:
@@ -113,7 +111,6 @@ def layout_of(
         learned=learned_in_kernel(job.lowered, facts),
         distances=distances,
         others=others,
-        checked=job.lowered.program.bounded,
     )
 
 
