@@ -15,6 +15,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "logs",
             "after_torch",
             "fingerprint",
+            "foundation",
             "reading",
             "scalars",
             "uncollected",
