@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, const, leaf_names, toposort
 from attndsl.passes.simplify import simplify_node
 
@@ -62,7 +62,7 @@ class Projection:
             return _ranges(_fixed(self.keys, {_NEXT: next_q, _KEYS: keys, **values}))
 
 
-@lru_cache(maxsize=256)
+@memoised("projections of masks", 256)
 def projection(mask: Node) -> Projection:
     """The projection of ``mask``."""
     import islpy
