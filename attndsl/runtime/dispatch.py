@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.dots import WidenedBackend
 from attndsl.errors import BackendError
+from attndsl.foundation.caches import CACHES, Reason, memoised
 from attndsl.logs import LOG, tell_once
 from attndsl.settings import starts_quickly
 from attndsl.uncollected import uncollected
@@ -114,14 +115,14 @@ def _default(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     return "triton", f"the default for {device.type} tensors"
 
 
-@lru_cache(maxsize=64)
+@memoised("Hopper devices", 64)
 def _is_hopper(index: int | None) -> bool:
     if torch.version.hip is not None or (index or 0) >= torch.cuda.device_count():
         return False
     return torch.cuda.get_device_capability(index) == (9, 0)
 
 
-@lru_cache(maxsize=1)
+@memoised("reasons against Hopper's kernels", None)
 def why_no_hopper_kernels() -> str | None:
     """Reason why this Triton lacks Gluon as the kernels know it, an experimental part; or None."""
     try:
@@ -226,7 +227,7 @@ def get_backend(name: str, checked: bool = False) -> Backend:
 
 def forget_backends() -> None:
     """From now on backends are other objects, which hold no kernels yet: to measure and to test."""
-    _made.cache_clear()
+    CACHES.invalidate(Reason.BACKENDS)
     forget_calls()
 
 
@@ -241,9 +242,9 @@ def forget_calls() -> None:
     kept_calls.cache_clear()
 
 
-@cache
+@memoised("backends", None, Reason.BACKENDS)
 def _made(name: str, checked: bool) -> Backend:
-    # ``cache`` takes ``f(x)`` and ``f(x, False)`` for two calls.
+    # ``f(x)`` and ``f(x, False)`` would be two entries.
     try:
         with uncollected():
             return _fastest(checked) if name == _FASTEST else _KNOWN[name].make(checked)

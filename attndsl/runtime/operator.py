@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from attndsl.backends.memory_order import (
     memory_order,
     rows_contiguous,
 )
+from attndsl.foundation.caches import memoised
 from attndsl.ir import DType
 from attndsl.logs import LOG
 from attndsl.operands import (
@@ -409,7 +409,7 @@ class _Asked(NamedTuple):
         return [torch.empty(0, device=like.device) if g is None else g for g in gradients]
 
 
-@lru_cache(maxsize=1024)
+@memoised("gradients of operators", 1024)
 def _asked(what: str, tensors: tuple[str, ...], params: tuple[str, ...]) -> _Asked:
     """Gradients that a backward is asked for.
 
