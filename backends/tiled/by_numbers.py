@@ -8,11 +8,11 @@ programs round to fp32 at each operation, and Python does not.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import DType, Op, toposort
 from attndsl.passes.evaluate import Environment, evaluate_in
 
@@ -102,7 +102,7 @@ def boundary(holds: Callable[[int], bool], inside: int, outside: int) -> int:
     return inside
 
 
-@lru_cache(maxsize=256)
+@memoised("orders of bounds of masks", 256)
 def _orders(may: Node, must: Node, rows: tuple[Node, ...]) -> _Orders | None:
     found = _Orders(_order(may), _order(must), tuple(map(_order, rows)))
     every = {item for order in (found.may, found.must, *found.rows) for item in order}

@@ -14,11 +14,11 @@ Non-goals: contractions within kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, dependencies, leaf_names, sides, toposort, var
 from attndsl.passes.widen import with_heads_apart
 from attndsl.pipeline import lower_program
@@ -358,7 +358,7 @@ class Wide:
         return arranged_like(parts.sum(2, dtype=work_dtype(self._given)), like, dtype)
 
 
-@lru_cache(maxsize=256)
+@memoised("programs with heads apart", 256)
 def _with_heads_apart(program: Program) -> tuple[Lowered, str]:
     """Lowered program, and name, that :func:`~attndsl.passes.widen.with_heads_apart` gives."""
     found, name = with_heads_apart(program)

@@ -9,9 +9,9 @@ Non-goals: which tiles there are (:mod:`.plan`).
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import reads_score
 from attndsl.passes.distance import meets_distances_alone
 
@@ -64,7 +64,7 @@ class Lives:
         return found
 
 
-@lru_cache(maxsize=256)
+@memoised("uses of distances in masks", 256)
 def is_by_distance(mask: Node) -> bool:
     """Return True if pairs of one distance are all live or all dead. To find out takes 0.1 ms."""
     return not reads_score(mask) and meets_distances_alone(mask)

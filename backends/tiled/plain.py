@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import SCORE, reads_score
 
 from .flash import flash_attention, flash_gradients, is_spoilt
@@ -55,7 +55,7 @@ def wants_no_more(backward: Backward) -> bool:
     return backward.grad_lse is None and not wants.tensors and not wants.params
 
 
-@lru_cache(maxsize=256)
+@memoised("uses of scores in masks", 256)
 def _reads_score(mask: Node | None) -> bool:
     """Cached :func:`~attndsl.ir.reads_score`, which takes 4 us and more."""
     return reads_score(mask)

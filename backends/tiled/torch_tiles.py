@@ -7,11 +7,11 @@ them, to add up gradients of captured tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, dependencies, toposort
 from attndsl.passes.inside import reads_inside
 
@@ -104,7 +104,7 @@ class _Order(NamedTuple):
     """Those of the nodes that vary with rows alone, or with keys alone, and are operations."""
 
 
-@lru_cache(maxsize=256)
+@memoised("orders of operations on tiles", 256)
 def _order_of(roots: tuple[Node, ...]) -> _Order:
     varies, every = dependencies(*roots), list(toposort(*roots))
     needed, lines = set(roots), set()
