@@ -11,12 +11,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.errors import TraceError
+from attndsl.foundation.caches import memoised
 from attndsl.scalars import number_key
 
 from .closures import Reach, reach
@@ -138,7 +138,7 @@ class TraceCache:
             return made
 
 
-@cache
+@memoised("owners of traces", None)
 def default_traces() -> TraceCache:
     """The one of this process."""
     return TraceCache()
