@@ -35,7 +35,7 @@ _DOCUMENTS = """
 tensor document[batch, q_len]: int
 mask = document[b, q] == document[b, kv]
 """
-_KEPT = KeptLists()
+_KEPT = KeptLists("documents by sizes, starts and their versions")
 """Documents of the batches that are alive."""
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attndsl.errors import UnsupportedError
+from attndsl.foundation.caches import CACHES, BoundedCache, Reason, memoised
 from attndsl.ir import NO_ENTRIES
 from attndsl.logs import LOG, tell_once
 
@@ -35,7 +36,7 @@ from .plan import plan_of
 from .source import source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Mapping
 
     from attndsl.pipeline import Lowered
 
@@ -70,18 +71,23 @@ class GeneratedBackend(Backend):
         """
         self.name = name
         self.families = families
-        self._numbers: dict[torch.device, torch.Tensor] = {}
-        """By device: one that results of rows take their kind from."""
         self._placed = next((family for family in families if family.tells_places), None)
         self.fused = first_with(families, Task.FORWARD_TANGENT) is not None
         self._pages = pages
         self.modules = Modules(store)
         self._meanwhile = meanwhile
-        self._plans: dict[Hashable, GradientPlan] = {}
-        self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._as_given: dict[tuple[object, ...], Layout] = {}
-        """Of backwards whose families read the output's gradient as it is given."""
-        self._steps: dict[tuple[object, ...], PagesLayout] = {}
+        self._plans: BoundedCache[GradientPlan] = BoundedCache(
+            "plans of gradients by program, operands, wanted gradients", _MAX_LAYOUTS
+        )
+        self._layouts: BoundedCache[Layout] = BoundedCache(
+            "layouts by signature", _MAX_LAYOUTS, Reason.KERNELS
+        )
+        self._as_given: BoundedCache[Layout] = BoundedCache(
+            "layouts for gradients as given by signature, alignment", _MAX_LAYOUTS, Reason.KERNELS
+        )
+        self._steps: BoundedCache[PagesLayout] = BoundedCache(
+            "layouts of pages by signature, kinds of pages", _MAX_LAYOUTS, Reason.KERNELS
+        )
 
     @property
     def kernels_built(self) -> int:
@@ -207,9 +213,7 @@ class GeneratedBackend(Backend):
             jobs = self._pages.jobs_of_pages(lowered, call, pages)
             layout = self._layout_of(self._pages, jobs, call, False)
             launch = self._pages.layout_of_pages(layout, lowered, call, pages)
-            if len(self._steps) >= _MAX_LAYOUTS:
-                self._steps.clear()
-            self._steps[key] = launch
+            self._steps.put(key, launch)
         return launch
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
@@ -257,7 +261,7 @@ class GeneratedBackend(Backend):
                 grad_out = family.readable(grad_out, wanted)
             layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
             if grad_out is given and not (self._meanwhile and self._meanwhile.holds(layout)):
-                self._keep(self._as_given, key, layout)
+                self._as_given.put(key, layout)
             else:
                 backward = backward._replace(grad_out=grad_out)
         return layout.family.backward(layout, lowered, call, backward)
@@ -307,9 +311,7 @@ class GeneratedBackend(Backend):
         jobs = self._jobs(lowered, call, Task(kind), grad_out, wants)
         (job,) = (job for job in jobs if job.kernel.name == kernel)
         self.modules.choose(job, config, call.q.device)
-        self._layouts.clear()
-        self._as_given.clear()
-        self._steps.clear()
+        CACHES.invalidate(Reason.KERNELS)
 
     def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -339,9 +341,7 @@ class GeneratedBackend(Backend):
         plan = self._plans.get(key)
         if plan is None:
             plan = plan_of(self.families, lowered, call, wanted)
-            if len(self._plans) >= _MAX_LAYOUTS:
-                self._plans.clear()
-            self._plans[key] = plan
+            self._plans.put(key, plan)
         return plan
 
     def _family(
@@ -401,8 +401,8 @@ class GeneratedBackend(Backend):
             if layout is None:
                 layout = self._made(family, asked)
                 if self._placed is not None and family is not self._placed:
-                    self._keep(self._layouts, own, layout)
-            self._keep(self._layouts, key, layout)
+                    self._layouts.put(own, layout)
+            self._layouts.put(key, layout)
             if self._meanwhile is not None:
                 self._meanwhile.end(key)
         return layout
@@ -478,15 +478,8 @@ class GeneratedBackend(Backend):
             jobs = jobs_of(family, task, lowered, moving.facts())
             layout = self._layout_of(family, jobs, call, False)
             layout = family.layout(layout, jobs, call, moving.operands, None)
-            self._keep(self._layouts, key, layout)
+            self._layouts.put(key, layout)
         return layout
-
-    def _keep(
-        self, layouts: dict[tuple[object, ...], Layout], key: tuple[object, ...], layout: Layout
-    ) -> None:  # fmt: skip
-        if len(layouts) >= _MAX_LAYOUTS:
-            layouts.clear()
-        layouts[key] = layout
 
     def _layout_of(
         self, family: Family, jobs: tuple[Job, ...], call: Call, has_dlse: bool
@@ -511,11 +504,6 @@ class GeneratedBackend(Backend):
         names = {*facts.tensor_gradients, *facts.param_gradients}
         masked, in_turn = lowered.program.mask is not None, facts.takes_turns
         sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
-        number = self._numbers.get(device)
-        if number is None:
-            number = self._numbers[device] = outside_of_graphs(
-                partial(torch.empty, (), dtype=torch.float32, device=device), device
-            )
         of_heads = {name: job.kernel for name, job in own.items() if job.kernel.waves}
         return Layout(
             family=family,
@@ -532,7 +520,7 @@ class GeneratedBackend(Backend):
             work_tiles={
                 name: kernel.work_tiles(configs[name], sizes) for name, kernel in of_heads.items()
             },
-            rows=number.expand(2, batch, heads, q_len),
+            rows=_number_on(device).expand(2, batch, heads, q_len),
             lines=lines_among(lowered, names) if is_backward else NO_LINES,
         )
 
@@ -546,6 +534,12 @@ class _Asked(NamedTuple):
     grad_out: torch.Tensor | None
     wanted: Wants | None
     has_dlse: bool
+
+
+@memoised("numbers that rows take their kind from", None)
+def _number_on(device: torch.device) -> torch.Tensor:
+    make = partial(torch.empty, (), dtype=torch.float32, device=device)
+    return outside_of_graphs(make, device)
 
 
 def _no_gradients(call: Call, wanted: Wants) -> Gradients:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
+from attndsl.foundation.caches import BoundedCache
 from attndsl.ir import Op, toposort
 from attndsl.scalars import number_key
 
 from .tile_kinds import tile_kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from attndsl.pipeline import Lowered
 
     from ..base import Call
 
-Found = TypeVar("Found")
 Range = tuple[int, int]
 BLOCK_M = 128
 """Query rows of a tile."""
@@ -40,8 +38,7 @@ _APART = 8
 _LIVE = re.compile(rb"[\x01\x02]+")
 _PARTIAL = re.compile(rb"\x01+")
 _FULL = re.compile(rb"\x02+")
-_KEPT = 16
-"""Plans that are remembered."""
+MAX_PLANS = 32
 _KEPT_STEPS = 1 << 12
 """Steps of the longest one that is."""
 
@@ -111,46 +108,26 @@ class Step:
     spans: tuple[Span, ...]
 
 
-class Kept(Generic[Found]):
-    """LRU cache of results found for calls, by the numbers that they depend on."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[object, Found] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def of(
-        self, key: object | None, make: Callable[[], Found], fits: Callable[[Found], bool]
-    ) -> Found:
-        """Result kept for ``key``, or made and kept if it ``fits``. None is no key."""
-        if key is None:
-            return make()
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        made = make()
-        if fits(made):
-            with self._lock:
-                self._kept[key] = made
-                while len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-        return made
-
-
 class Plans:
     """Makes plans; remembers those that depend on nothing but numbers."""
 
     def __init__(self) -> None:
-        self._kept = Kept[list[Step]]()
+        self._kept: BoundedCache[list[Step]] = BoundedCache(
+            "plans of steps by mask, numbers", MAX_PLANS
+        )
 
     def of(self, lowered: Lowered, call: Call, limits: Limits) -> list[Step]:
         """The steps that cover all live pairs of ``call``; rows without any may be in none."""
         numbers = numbers_of(lowered, call)
-        return self._kept.of(
-            None if numbers is None else (limits, numbers),
-            lambda: make_plan(lowered, call, limits),
-            lambda steps: len(steps) <= _KEPT_STEPS,
-        )
+        if numbers is None:
+            return make_plan(lowered, call, limits)
+        key = (limits, numbers)
+        steps = self._kept.get(key)
+        if steps is None:
+            steps = make_plan(lowered, call, limits)
+            if len(steps) <= _KEPT_STEPS:
+                self._kept.put(key, steps)
+        return steps
 
 
 def numbers_of(lowered: Lowered, call: Call) -> object | None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attndsl.foundation.caches import BoundedCache
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
@@ -125,7 +126,9 @@ class Triangles:
     """Finds triangles; remembers those that depend on nothing but numbers."""
 
     def __init__(self) -> None:
-        self._kept = plan.Kept[Triangle | None]()
+        self._kept: BoundedCache[tuple[Triangle | None]] = BoundedCache(
+            "triangles by mask, numbers", plan.MAX_PLANS
+        )
 
     def of(self, lowered: Lowered, call: Call) -> Triangle | None:
         """The live pairs of a call of plain scores, or None where they are no such triangle.
@@ -134,9 +137,10 @@ class Triangles:
         """
         if not call.scale > 0.0:  # What is kept is a matter of the mask.
             return None
-        return self._kept.of(
-            plan.numbers_of(lowered, call), lambda: triangle_of(lowered, call), lambda _: True
-        )
+        numbers = plan.numbers_of(lowered, call)
+        if numbers is None:
+            return triangle_of(lowered, call)
+        return self._kept.get_or_make(numbers, lambda: (triangle_of(lowered, call),))[0]
 
 
 def triangle_of(lowered: Lowered, call: Call) -> Triangle | None:
