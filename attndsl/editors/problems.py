@@ -108,7 +108,7 @@ def _without_frames(error: AttnDSLError) -> AttnDSLError:
     return error
 
 
-_remembered = memoised("problems of programs", 2048)(_check)
+_remembered = memoised("problems of programs by source, declared", 2048)(_check)
 """As :func:`_check`: a change of one program in a file leaves the others as they are."""
 
 

@@ -190,7 +190,7 @@ def _narrowings(
     return tuple(found)
 
 
-_kept_lookups = memoised("plain lookups of programs", 256)(plain_lookups)
+_kept_lookups = memoised("plain lookups of captures by program", 256)(plain_lookups)
 
 
 def _plain_lookups(program: Program) -> Mapping[tuple[str, int], str | None]:

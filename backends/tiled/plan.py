@@ -38,7 +38,7 @@ _APART = 8
 _LIVE = re.compile(rb"[\x01\x02]+")
 _PARTIAL = re.compile(rb"\x01+")
 _FULL = re.compile(rb"\x02+")
-MAX_PLANS = 32
+_MAX_PLANS = 32
 _KEPT_STEPS = 1 << 12
 """Steps of the longest one that is."""
 
@@ -113,7 +113,7 @@ class Plans:
 
     def __init__(self) -> None:
         self._kept: BoundedCache[list[Step]] = BoundedCache(
-            "plans of steps by mask, numbers", MAX_PLANS
+            "plans of steps by mask, numbers", _MAX_PLANS
         )
 
     def of(self, lowered: Lowered, call: Call, limits: Limits) -> list[Step]:

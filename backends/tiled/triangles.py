@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _FAR = POSITION_LIMIT // 2
 _MOST = _FAR // 2
 """Of the least live distance."""
+_MAX_TRIANGLES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Triangles:
 
     def __init__(self) -> None:
         self._kept: BoundedCache[tuple[Triangle | None]] = BoundedCache(
-            "triangles by mask, numbers", plan.MAX_PLANS
+            "triangles by mask, numbers", _MAX_TRIANGLES
         )
 
     def of(self, lowered: Lowered, call: Call) -> Triangle | None:
