@@ -14,6 +14,7 @@ import torch
 from attndsl import cli
 from attndsl.cli import arguments, running
 from attndsl.errors import ConfigError
+from attndsl.foundation.caches import CacheStatistics
 from attndsl.runtime.cache import KernelCache
 from attndsl.runtime.dispatch import BACKENDS, forget_backends
 from attndsl.runtime.programs import compiled_program
@@ -511,6 +512,22 @@ def test_hostile_entries_of_the_cache_are_listed_without_harm(attndsl, tmp_path,
     code, out, _ = attndsl("cache", "stats")
     assert code == 0
     assert out.replace("\n", "").isprintable()
+
+
+def test_stats_of_the_caches_of_a_process(attndsl):
+    code, out, _ = attndsl("cache", "stats", "--memory", "--program", "mask = q - kv < 77")
+    head, *rows = out.splitlines()
+    assert (code, head.split()) == (0, [*CacheStatistics._fields])
+    place = head.index("bound")
+    found = {row[:place].rstrip(): row[place:].split() for row in rows}
+    assert int(found["compiled programs"][1]) >= 1
+    assert (found["backends"][0], found["backends"][-1]) == ("few", "backends")
+
+
+def test_stats_of_a_program_with_errors(attndsl):
+    code, out, err = attndsl("cache", "stats", "--memory", "--program", "mask = nothing")
+    assert (code, out) == (1, "")
+    assert "nothing" in err
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
