@@ -27,7 +27,7 @@ def print_memory(text: str) -> None:
     attention, generator = compile_source(Source(text), {}, Options()), torch.Generator()
     operands = random_inputs(_SHAPES, generator.manual_seed(0))[:3]
     captures = make_captures(attention.lowered.program, _SHAPES.sizes(), "cpu", generator)
-    attention(*operands, **captures)
+    attention(*operands, captures=captures)
     for name in BACKENDS:
         with suppress(AttnDSLError):  # ``attndsl doctor`` says why one does not load.
             get_backend(name)

@@ -2,7 +2,7 @@
 
 import ast
 
-import caches
+import cache_table
 import pytest
 
 LEFT = {
@@ -51,20 +51,20 @@ def test_caches_of_other_kinds_are_seen(text, number):
 
 def test_there_are_no_caches_of_other_kinds():
     found = {
-        path.relative_to(caches.ROOT).as_posix(): len(list(others_in(path.read_text("utf-8"))))
-        for folder in caches.FOLDERS
-        for path in (caches.ROOT / folder).rglob("*.py")
+        path.relative_to(cache_table.ROOT).as_posix(): len(list(others_in(path.read_text("utf-8"))))
+        for folder in cache_table.FOLDERS
+        for path in (cache_table.ROOT / folder).rglob("*.py")
     }
     assert {path: number for path, number in found.items() if number and path != OWNER} == LEFT
 
 
 def test_names_are_given_once_and_keys_are_named():
-    found = caches.caches()
+    found = cache_table.caches()
     names = [made.name for made in found]
     assert len(names) == len(set(names)) > 50
     assert all(made.key and (made.bound == "few" or int(made.bound) > 1) for made in found)
 
 
 def test_the_page_has_the_caches_of_today():
-    table = caches.table_of(caches.caches())
-    assert table in caches.PAGE.read_text("utf-8"), "run python tools/caches.py --write"
+    table = cache_table.table_of(cache_table.caches())
+    assert table in cache_table.PAGE.read_text("utf-8"), "run python tools/cache_table.py --write"

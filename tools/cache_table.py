@@ -13,7 +13,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("attndsl", "backends")
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- caches: begin (tools/caches.py --write) -->", "<!-- caches: end -->"
+BEGIN, END = "<!-- caches: begin (tools/cache_table.py --write) -->", "<!-- caches: end -->"
 KINDS = ("memoised", "BoundedCache", "KeptLists")
 
 
