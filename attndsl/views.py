@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.dense.reference import check_meaning
-from attndsl.compiled import Compiled, taken
+from attndsl.call.options import LOCATION, CallOptions, Location, taken
+from attndsl.compiled import Compiled
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.ir import reads_score
 from attndsl.runtime.arguments import autocast, check_operands
-from attndsl.runtime.bind import CallOptions, bind
+from attndsl.runtime.bind import bind
 from attndsl.runtime.dense import (
     MAX_BYTES,
     check_bytes,
@@ -21,7 +22,7 @@ from attndsl.runtime.dense import (
     dense_weights,
 )
 from attndsl.runtime.lengths import AskedSizes, call_of_lengths, completed, filled
-from attndsl.runtime.location import LOCATION, Location, Sizes, sizes_of_whole
+from attndsl.runtime.location import Sizes, sizes_of_whole
 from attndsl.runtime.parts import localised
 from attndsl.runtime.probability import check_probability
 from attndsl.runtime.programs import pointing_into

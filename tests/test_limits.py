@@ -19,9 +19,7 @@ MOST_PARAMETERS = 8
 MOST_DEVICE_PARAMETERS = 12
 """Of a device function, but not of an entry: the launcher takes what it takes."""
 
-LONG_FUNCTIONS = {
-    "attndsl/attention.py:Attention._called": 131,
-}
+LONG_FUNCTIONS = {}
 MANY_PARAMETERS = {
     "attndsl/cli/plotting.py:plot": 10,
     "attndsl/cli/running.py:run": 10,
@@ -35,7 +33,6 @@ PUBLIC = {
     "attndsl/analysis.py:Analysis.plot",
     "attndsl/analysis.py:Analysis.call_of_lengths",
     "attndsl/api.py:verify",
-    "attndsl/attention.py:Attention._called",
     "attndsl/comparing.py:compare",
     "attndsl/cli/__init__.py:build",
     "attndsl/cli/__init__.py:explain",

@@ -64,7 +64,7 @@ UNPACKINGS = (
     ("attndsl/runtime/second.py", "_call"),
     ("attndsl/runtime/higher.py", "Packed.call"),
     ("attndsl/runtime/operator.py", "_call"),
-    ("attndsl/attention.py", "Attention._called"),
+    ("attndsl/call/prepared.py", "PreparedCall.call"),
 )
 """Functions that put a call together from what another one took apart: file and name."""
 _HOOK = re.compile(r"\s*#: (\w+)\s*$")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.api import Options, compile_source
+from attndsl.call.options import Location
 from attndsl.errors import AttnDSLError, ProgramErrors
 from attndsl.frontend.format import format_source
 from attndsl.ir import DType, leaf_names
@@ -15,7 +16,6 @@ from attndsl.made_up import make_captures, make_for_picture
 from attndsl.passes.print_ir import print_derivative
 from attndsl.passes.tiles.describe import print_tiles
 from attndsl.picture import picture_data, svg
-from attndsl.runtime.location import Location
 from attndsl.runtime.programs import pointing_into
 from attndsl.source import Source
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attndsl.backends.requests import Packed, requests_of
+from attndsl.call.options import Location
 
-from .location import Location
 from .paged import gathered
 
 if TYPE_CHECKING:

@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.call.options import LOCATION, WHOLE
 from attndsl.ir import SIZES, Op
 from attndsl.passes.broadcast import fixed_dims
 from attndsl.passes.evaluate import Environment, evaluate
-
-from .location import LOCATION, WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Scalar
+    from attndsl.call.options import Location
     from attndsl.ir import Node, Program
     from attndsl.passes.broadcast import Dims
-
-    from .location import Location
 
     Captures = Mapping[str, torch.Tensor | Scalar]
     Known = Mapping[str, int | None]
