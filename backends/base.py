@@ -213,7 +213,7 @@ def _without(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> 
 def _positions_apart(
     plain: dict[str, Any],
 ) -> tuple[Mapping[str, torch.Tensor], tuple[Any, ...]]:
-    """Those of a call's fields behind its params that are tensors, and all without these."""
+    """Fields behind a call's params that are tensors, and all fields without these."""
     positions = {**_tensors_among(plain)}
     part = plain["part"]
     if part is not None and part.kv_lengths is not None:
