@@ -383,7 +383,7 @@ class Backend(Protocol):
     any_length: bool = False
     """Whether a call that it can run, it can run with any number of keys, and nothing is kept."""
     contracts: bool = True
-    """Whether it runs programs with contractions; others do by :mod:`.widened`."""
+    """Whether it runs programs with contractions; others do by :mod:`.tiled.dots`."""
 
     def why_not(self, device: torch.device) -> str | None:
         """Reason why this backend cannot run on ``device`` here, or None where it can."""
