@@ -170,7 +170,7 @@ class Compiled:
         all keys (see :func:`attndsl.merge`), these are what the given keys contribute to the
         gradients of all: summed over parts of the keys, they are the whole's. What a sink mentions
         has the whole gradient in each part: take one part from this program, and the others from
-        :meth:`without_sink`. The results are not differentiable.
+        :meth:`attndsl.Attention.without_sink`. The results are not differentiable.
 
         A part by rows, heads or batch entries takes the arguments that say so at a call. Where it
         is given a whole tensor, that tensor's gradient is whole too, with zeros where others have

@@ -87,7 +87,7 @@ class Views(Compiled):
             kv_offset: Logical position of the first key.
             q_index: (q_len,) logical positions of the queries.
             kv_index: (kv_len,) logical positions of the keys.
-            whole_sizes: As for :meth:`tiles`, like the three that follow.
+            whole_sizes: As for :meth:`attndsl.Attention.tiles`, like the three that follow.
             h_offset: Number in the whole of the first query head.
             b_offset: Number in the whole of the first batch entry.
             kv_lengths: (batch,) numbers of keys.

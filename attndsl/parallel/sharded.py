@@ -416,7 +416,7 @@ def _two(values: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, to
 
 
 def _backward_options(job: Job, part: Part) -> dict[str, Any]:
-    """Those of the call, but what the results have already said."""
+    """Options of the call that its results have not already said."""
     return {name: x for name, x in job.places(part).items() if name != "out_dtype"}
 
 

@@ -200,7 +200,7 @@ def _present(attention: Attention, asked: Asked) -> Attention:
 
 
 def _given(program: Program, params: Mapping[str, Number | None]) -> dict[str, Number]:
-    """Those of ``params`` that the program has: it changes as people type."""
+    """The ``params`` that the program has: it changes as people type."""
     values = {decl.name: params.get(decl.name) for decl in program.params}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -98,7 +98,7 @@ def is_by_entry(offset: object) -> bool:
 def part_of(
     program: Program, location: Location, sizes: Mapping[str, int]
 ) -> tuple[dict[str, int], Part]:
-    """The whole's sizes, and which part of it a call is; see :func:`with_shares` for the rest.
+    """The whole's sizes, and which part of it a call is (:func:`.parts.with_shares`).
 
     Args:
         program: The program.

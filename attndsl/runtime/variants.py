@@ -38,7 +38,7 @@ def optional_names(program: Program) -> tuple[str, ...]:
 
 
 def absent_names(optional: tuple[str, ...], captures: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those of ``optional`` that a call leaves out, or gives as None."""
+    """Names in ``optional`` that a call leaves out, or gives as None."""
     return tuple([name for name in optional if captures.get(name) is None])
 
 
