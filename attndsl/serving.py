@@ -8,6 +8,8 @@ import torch
 
 from attndsl.backends.base import NONE, ReadsPages, Signature
 from attndsl.backends.memory_order import rows_contiguous
+from attndsl.call.options import CallOptions, Location
+from attndsl.call.prepared import check_has_lse
 from attndsl.compiled import Compiled
 from attndsl.errors import (
     ArgumentError,
@@ -18,7 +20,7 @@ from attndsl.logs import tell_once
 from attndsl.runtime.appending import FP8
 from attndsl.runtime.arguments import is_wide
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.bind import CallOptions, bind
+from attndsl.runtime.bind import bind
 from attndsl.runtime.chunks import (
     MOST_FEW,
     Chunked,
@@ -32,7 +34,6 @@ from attndsl.runtime.chunks import (
     visits_beyond,
 )
 from attndsl.runtime.dispatch import backend_of, choose_backend, tell_choice
-from attndsl.runtime.location import Location
 from attndsl.runtime.packed import (
     Run,
     Step,
@@ -337,11 +338,8 @@ class Serving(Compiled):
                     program.dropout.span,
                     "serve the program without dropout, as models are in evaluation",
                 )
-        if return_lse and program.weights is not None:
-            raise UnsupportedError(
-                "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
-                hint="drop return_lse; the outputs of parts of the keys are added up",
-            )
+        if return_lse:
+            check_has_lse(program)
 
     def _of_step(
         self, q: torch.Tensor, cache: PagedCache, given: Captures, of_heads: Location

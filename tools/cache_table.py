@@ -28,14 +28,18 @@ class Made(NamedTuple):
     reasons: str
 
 
-def caches_in(text: str, module: str) -> list[Made]:
-    """Caches that a module makes, in the order of its text."""
-    tree = ast.parse(text)
-    numbers = {
+def numbers_in(text: str) -> dict[str, str]:
+    """Constants of a module by their names."""
+    return {
         statement.targets[0].id: ast.unparse(statement.value)
-        for statement in tree.body
+        for statement in ast.parse(text).body
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
     }
+
+
+def caches_in(text: str, module: str, others: dict[str, str]) -> list[Made]:
+    """Caches that a module makes, in the order of its text; ``others`` are constants to import."""
+    tree, numbers = ast.parse(text), others | numbers_in(text)
     functions = {
         id(decorator): node
         for node in ast.walk(tree)
@@ -58,15 +62,13 @@ def caches_in(text: str, module: str) -> list[Made]:
 
 def caches() -> list[Made]:
     """All caches of the package, by module."""
-    return [
-        made
+    texts = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text("utf-8")
         for folder in FOLDERS
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for made in caches_in(
-            path.read_text("utf-8"),
-            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"),
-        )
-    ]
+    }
+    numbers = {name: n for text in texts.values() for name, n in numbers_in(text).items()}
+    return [made for module, text in texts.items() for made in caches_in(text, module, numbers)]
 
 
 def table_of(found: list[Made]) -> str:

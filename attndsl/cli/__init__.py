@@ -462,7 +462,7 @@ def cache_stats(
 ) -> None:
     """Entries and bytes by kind."""
     if memory:
-        from .memory import print_memory
+        from .process_caches import print_memory
 
         print_memory(program)
     else:

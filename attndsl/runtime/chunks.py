@@ -22,10 +22,9 @@ import torch
 from attndsl.backends.log_sum import public_lse
 from attndsl.backends.memory_order import rows_contiguous
 from attndsl.backends.requests import Packed
+from attndsl.call.options import Location
 from attndsl.ir import DType
 from attndsl.passes.tiles.plan import FORWARD
-
-from .location import Location
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -177,7 +176,11 @@ def _decode(checked: bool) -> Backend:
 def _fastest(checked: bool) -> Backend:
     from attndsl.backends.generated.for_hopper import fastest_backend
 
-    return fastest_backend(_store(), forget_calls if starts_quickly() else None)
+    return fastest_backend(_store(), _other_kernels if starts_quickly() else None)
+
+
+def _other_kernels() -> None:
+    CACHES.invalidate(Reason.KERNELS)
 
 
 def _nothing_missing() -> str | None:
@@ -223,23 +226,6 @@ def why_not_loaded(name: str) -> str | None:
 def get_backend(name: str, checked: bool = False) -> Backend:
     """The one object of a backend in this process; it holds the compiled kernels."""
     return _made(name, checked)
-
-
-def forget_backends() -> None:
-    """From now on backends are other objects, which hold no kernels yet: to measure and to test."""
-    CACHES.invalidate(Reason.BACKENDS)
-    forget_calls()
-
-
-@cache
-def kept_calls() -> dict[Any, Any]:
-    """Room for what operators find out of calls."""
-    return {}
-
-
-def forget_calls() -> None:
-    """Have operators find out anew what runs their calls: backends or their kernels are others."""
-    kept_calls.cache_clear()
 
 
 @memoised("backends", None, Reason.BACKENDS)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attndsl.backends.requests import Packed, requests_of
+from attndsl.call.options import Location
 
-from .location import Location
 from .paged import gathered
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def queries_of(step: Step, run: Run) -> torch.Tensor:
 
 
 def keys_of_run(cache: PagedCache, run: Run, dtype: torch.dtype) -> Keys:
-    """Those of the requests of a run."""
+    """Keys of the requests of a run."""
     return gathered(cache, run.requests, run.length, dtype)
 
 

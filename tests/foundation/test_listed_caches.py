@@ -6,13 +6,7 @@ import cache_table
 import pytest
 
 LEFT = {
-    "attndsl/attention.py": 2,
-    "attndsl/compiled.py": 2,
-    "attndsl/other_lengths.py": 1,
-    "attndsl/parallel/calls.py": 1,
     "attndsl/parallel/context.py": 1,  # What ranks have agreed on: no rank may forget it alone.
-    "attndsl/runtime/dispatch.py": 1,
-    "attndsl/runtime/operator.py": 1,
     "attndsl/serving.py": 1,
     "backends/generated/meanwhile.py": 1,
     "backends/kernels/kept_lists.py": 1,  # A kind of its own.
