@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attndsl.backends.dense.reference import ReferenceBackend
+from attndsl.backends.tiled.contractions import WidenedBackend
 from attndsl.backends.tiled.cpu import CPUBackend
-from attndsl.backends.tiled.dots import WidenedBackend
 from attndsl.errors import BackendError
 from attndsl.logs import LOG, tell_once
 from attndsl.settings import starts_quickly

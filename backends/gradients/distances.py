@@ -16,8 +16,8 @@ import torch
 from attndsl.passes.distance import varies_with_distance_alone
 
 from ..tiled.capture_gradients import CaptureSums
-from ..tiled.plan import Step
-from ..tiled.torch_tiles import Expressions
+from ..tiled.step_plan import Step
+from ..tiled.tile_expressions import Expressions
 from .terms import terms_of
 
 if TYPE_CHECKING:

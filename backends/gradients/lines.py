@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..tiled.capture_gradients import CaptureSums
-from ..tiled.plan import Step
-from ..tiled.torch_tiles import Expressions
+from ..tiled.step_plan import Step
+from ..tiled.tile_expressions import Expressions
 from .terms import ONE, lines_of
 
 if TYPE_CHECKING:

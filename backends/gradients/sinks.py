@@ -22,8 +22,8 @@ from attndsl.ir import leaf_names
 from ..base import Gradients
 from ..log_sum import log_sum
 from ..tiled.capture_gradients import CaptureSums
-from ..tiled.plan import Step
-from ..tiled.torch_tiles import Expressions
+from ..tiled.step_plan import Step
+from ..tiled.tile_expressions import Expressions
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered

@@ -23,8 +23,8 @@ from attndsl.passes.place import AWAY
 
 from ..log_sum import log_sum
 from ..tiled.capture_gradients import CaptureSums
-from ..tiled.plan import Step
-from ..tiled.torch_tiles import Expressions
+from ..tiled.step_plan import Step
+from ..tiled.tile_expressions import Expressions
 from .blocks import block_width
 
 if TYPE_CHECKING:

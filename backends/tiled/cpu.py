@@ -3,15 +3,15 @@
 What is computed is what :mod:`..dense.reference` defines, in fp32 for half types (fp64 for fp64).
 
 A *step* is one tile row of queries for a box of heads; its *spans* are slices of consecutive keys
-that cover every tile of that row with a live pair (see :mod:`.plan`). One matrix product serves a
-whole span of all the heads of a step, so that Python's and torch's cost a call is spread over many
-pairs, and the scores of a step at a time are what fits into a cache.
+that cover every tile of that row with a live pair (see :mod:`.step_plan`). One matrix product
+serves a whole span of all the heads of a step, so that Python's and torch's cost a call is spread
+over many pairs, and the scores of a step at a time are what fits into a cache.
 
-Plain scores are torch's own attention, span by span (:mod:`.plain`), and those of few rows need no
-plan (:mod:`.one_piece`), nor do those of causal calls (:mod:`.triangles`).
+Plain scores are torch's own attention, span by span (:mod:`.sdpa_spans`), and those of few rows
+need no plan (:mod:`.sdpa_single`), nor do those of causal calls (:mod:`.sdpa_causal`).
 
 The forward normalises scores span by span as they come (online softmax: M. Milakov, N. Gimelshein,
-arXiv 1805.02867). The backward (:mod:`.backward`) makes them again from ``lse``.
+arXiv 1805.02867). The backward (:mod:`.backward_steps`) makes them again from ``lse``.
 
 Determinism: every sum is made in one order that depends on shapes and tile kinds alone.
 
@@ -30,12 +30,12 @@ from ..base import Backend
 from ..dense.reference import check_meaning
 from ..log_sum import LogSum, is_far, settled
 from ..memory_order import empty_like, wide_dtype
-from .backward import StepGradients
+from .backward_steps import StepGradients
 from .merging import merge_
-from .one_piece import in_one_piece
-from .plain import Biases, PlainRows, is_plain, wants_no_more
-from .plan import Plans, limits_of
-from .spans import (
+from .sdpa_causal import Triangles, attend, gradients
+from .sdpa_single import in_one_piece
+from .sdpa_spans import Biases, PlainRows, is_plain, wants_no_more
+from .span_scores import (
     Buffers,
     Scorer,
     add_product,
@@ -48,15 +48,15 @@ from .spans import (
     may_be_subnormal,
     place_of,
 )
-from .triangles import Triangles, attend, gradients
+from .step_plan import Plans, limits_of
 
 if TYPE_CHECKING:
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Gradients
-    from .plan import Span, Step
-    from .spans import Place, Scored
+    from .span_scores import Place, Scored
+    from .step_plan import Span, Step
 
 _UNCHANGED: AbstractContextManager[object] = nullcontext()
 _WEIGHTS = 1

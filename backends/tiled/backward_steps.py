@@ -23,8 +23,8 @@ from ..dense.interpret import gated
 from ..log_sum import LogSum, log_sum
 from ..memory_order import arranged_like, wide_dtype
 from .capture_gradients import CaptureSums
-from .plain import Biases, OfForward, PlainRows
-from .spans import (
+from .sdpa_spans import Biases, OfForward, PlainRows
+from .span_scores import (
     Buffers,
     Scorer,
     add_product,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call
-    from .plan import Span, Step
-    from .spans import Place, Scored
+    from .span_scores import Place, Scored
+    from .step_plan import Span, Step
 
 _ONE = const(1.0)
 _SLOPES = 2

@@ -13,7 +13,8 @@ squares a row meets, and in which order, depends on its position among the keys 
 part have the bits of the whole where the part begins and ends at tiles. torch's results for a row
 are the same for any number of whole tiles. See M58 in docs/measured.md.
 
-Non-goals: masks other than ``row + first >= key`` (:mod:`.plan`), sinks, gradients of captures.
+Non-goals: masks other than ``row + first >= key`` (:mod:`.step_plan`), sinks,
+gradients of captures.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from attndsl.passes.widths import POSITION_LIMIT
 from ..base import Gradients
 from ..log_sum import LogSum, of_one_number, public_lse, settled
 from ..memory_order import arranged_like, empty_like, wide_dtype
-from . import plan
-from .by_numbers import boundary, bounds_of
-from .flash import flash_attention, flash_gradients, is_spoilt
-from .lives import is_by_distance
+from . import step_plan
+from .live_masks import is_by_distance
 from .merging import merge_
-from .spans import matrices
-from .torch_tiles import work_dtype
+from .scalar_bounds import boundary, bounds_of
+from .sdpa import flash_attention, flash_gradients, is_spoilt
+from .span_scores import matrices
+from .tile_expressions import work_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call
-    from .by_numbers import Bounds
+    from .scalar_bounds import Bounds
 
 
 _FAR = POSITION_LIMIT // 2
@@ -125,7 +126,7 @@ class Triangles:
     """Finds triangles; remembers those that depend on nothing but numbers."""
 
     def __init__(self) -> None:
-        self._kept = plan.Kept[Triangle | None]()
+        self._kept = step_plan.Kept[Triangle | None]()
 
     def of(self, lowered: Lowered, call: Call) -> Triangle | None:
         """The live pairs of a call of plain scores, or None where they are no such triangle.
@@ -135,13 +136,13 @@ class Triangles:
         if not call.scale > 0.0:  # What is kept is a matter of the mask.
             return None
         return self._kept.of(
-            plan.numbers_of(lowered, call), lambda: triangle_of(lowered, call), lambda _: True
+            step_plan.numbers_of(lowered, call), lambda: triangle_of(lowered, call), lambda _: True
         )
 
 
 def triangle_of(lowered: Lowered, call: Call) -> Triangle | None:
     """The live pairs of a call of plain scores, or None where they are no such triangle."""
-    mask, rows, side = lowered.program.mask, call.q.shape[2], plan.BLOCK_M
+    mask, rows, side = lowered.program.mask, call.q.shape[2], step_plan.BLOCK_M
     if (
         mask is None or lowered.program.sink is not None or 0 in (*call.q.shape, *call.k.shape)
         or not is_by_distance(mask)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call
-    from .plan import Range
+    from .step_plan import Range
 
 _OTHERS = frozenset({Op.LOAD, Op.DOT, Op.SCORE, Op.POW})
 """What is more than a name or an operation on ints of 64 bits. A power may have any length."""

@@ -28,8 +28,8 @@ from ..dense.rows import rows_at
 from ..log_sum import LogSum
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from .capture_gradients import CaptureSums
-from .plan import Step
-from .torch_tiles import Expressions, work_dtype
+from .step_plan import Step
+from .tile_expressions import Expressions, work_dtype
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program, Side
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Wants
-    from .torch_tiles import Tile
+    from .tile_expressions import Tile
 
 MAX_WIDTH = 256
 """Head dim that kernels take at most."""

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attndsl
-from attndsl.backends.tiled import plan, triangles
+from attndsl.backends.tiled import sdpa_causal, step_plan
 from attndsl.backends.tiled.cpu import CPUBackend
-from attndsl.backends.tiled.triangles import Triangle, triangle_of
+from attndsl.backends.tiled.sdpa_causal import Triangle, triangle_of
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.location import Location
 
@@ -47,7 +47,7 @@ def _call(attention, rows=256, keys=384, q_offset=0, kv_offset=0, scale=None, **
 def test_what_is_a_triangle(text):
     attention = attndsl.compile(text, backend="cpu")
     found = triangle_of(attention.lowered, _call(attention))
-    assert found == Triangle(ARE[text], 256, plan.BLOCK_M)
+    assert found == Triangle(ARE[text], 256, step_plan.BLOCK_M)
 
 
 @pytest.mark.parametrize("text", ARE_NOT)
@@ -61,7 +61,7 @@ def test_where_a_call_lies_decides():
     attention = attndsl.compile("causal()", backend="cpu")
     for first in (0, 128):
         call = _call(attention, q_offset=first + 9, kv_offset=9)
-        assert triangle_of(attention.lowered, call) == Triangle(first, 256, plan.BLOCK_M)
+        assert triangle_of(attention.lowered, call) == Triangle(first, 256, step_plan.BLOCK_M)
     # Not from a tile on, above the diagonal, and rows that see less than their keys.
     for options in ({"q_offset": 64}, {"q_offset": -128}, {"q_offset": 256}, {"keys": 255}):
         assert triangle_of(attention.lowered, _call(attention, **options)) is None
@@ -69,8 +69,8 @@ def test_where_a_call_lies_decides():
 
 def test_scales_that_torch_gets_wrong_are_looked_at_each_time():
     """It scales what it has made -inf. The mask of a call before had the same numbers."""
-    attention, found = attndsl.compile("causal()", backend="cpu"), triangles.Triangles()
-    wanted = Triangle(0, 256, plan.BLOCK_M)
+    attention, found = attndsl.compile("causal()", backend="cpu"), sdpa_causal.Triangles()
+    wanted = Triangle(0, 256, step_plan.BLOCK_M)
     for scale in (0.5, 0.0, -1.0, 0.5):
         call = _call(attention, scale=scale)
         assert found.of(attention.lowered, call) == (wanted if scale > 0.0 else None)
@@ -116,7 +116,7 @@ def test_calls_are_few():
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(plan, "BLOCK_M", 8)
+    monkeypatch.setattr(step_plan, "BLOCK_M", 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -126,7 +126,7 @@ def test_results_and_gradients(monkeypatch, small_tiles, dtype, heads, first, ro
     torch.manual_seed(0)
     backend, used = CPUBackend(), []
     for name in ("attend", "gradients"):
-        real = getattr(triangles, name)
+        real = getattr(sdpa_causal, name)
         monkeypatch.setattr(
             f"attndsl.backends.tiled.cpu.{name}",
             lambda *x, real=real: used.append(real(*x)) or used[-1],
@@ -179,7 +179,7 @@ def test_a_row_of_zeros_is_no_row_without_keys():
     call = bind(attention.lowered.program, (q, k, v), {}, Location(), CallOptions())
     triangle = triangle_of(attention.lowered, call)
     assert triangle is not None
-    assert triangles.attend(call, triangle) is not None
+    assert sdpa_causal.attend(call, triangle) is not None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -20,17 +20,17 @@ import torch
 
 from attndsl.ir import SCORE, reads_score
 
-from .flash import flash_attention, flash_gradients, is_spoilt
-from .plan import SPAN
-from .torch_tiles import work_dtype
+from .sdpa import flash_attention, flash_gradients, is_spoilt
+from .step_plan import SPAN
+from .tile_expressions import work_dtype
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
 
     from ..base import Backward, Call
-    from .lives import Lives
-    from .plan import Span, Step
-    from .spans import Place
+    from .live_masks import Lives
+    from .span_scores import Place
+    from .step_plan import Span, Step
 
     Bias = tuple[torch.Tensor, torch.Tensor | None]
 

@@ -5,7 +5,7 @@ come. To look for tiles and to make a bias for them takes several times what the
 M57 in docs/measured.md.
 
 Non-goals: scores that are not plain ones, masks with several runs of live keys, masks that read
-tensors or heads (:mod:`.plan` has all of these).
+tensors or heads (:mod:`.step_plan` has all of these).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 
 from ..log_sum import of_one_number
 from ..memory_order import memory_order, wide_dtype
-from .by_numbers import boundary, bounds_of
-from .flash import flash_attention, is_spoilt
-from .torch_tiles import work_dtype
+from .scalar_bounds import boundary, bounds_of
+from .sdpa import flash_attention, is_spoilt
+from .tile_expressions import work_dtype
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call
-    from .plan import Range
+    from .step_plan import Range
 
 _MOST_ROWS = 8
 """Of all heads that share keys, of a call that is looked at: the bounds of many rows decide little.

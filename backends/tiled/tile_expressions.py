@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
 
     from ..base import Call
-    from .plan import Range, Step
+    from .step_plan import Range, Step
 
 
 def work_dtype(call: Call) -> torch.dtype:

@@ -4,7 +4,7 @@ Where a mask depends on the distance ``q - kv`` alone, as causal masks and windo
 a diagonal have the same live pairs. A call has many such tiles and few diagonals: see M46 in
 docs/measured.md.
 
-Non-goals: which tiles there are (:mod:`.plan`).
+Non-goals: which tiles there are (:mod:`.step_plan`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
 
     from ..base import Call
-    from .plan import Range, Step
-    from .torch_tiles import Expressions
+    from .step_plan import Range, Step
+    from .tile_expressions import Expressions
 
 _KEPT = 16
 """Tiles of a call that are kept."""

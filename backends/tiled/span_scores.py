@@ -1,6 +1,6 @@
 """Scores of the CPU backend's spans, and where a step lies in tensors laid out as matrices.
 
-Non-goals: what is made of scores: outputs (:mod:`.cpu`) and gradients (:mod:`.backward`).
+Non-goals: what is made of scores: outputs (:mod:`.cpu`) and gradients (:mod:`.backward_steps`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..dense import pairs as dense
 from ..dense.draws import heads_of, rows_of
 from ..dense.philox import keep_factor, kept_at
 from ..memory_order import rows_contiguous
-from .lives import Lives
-from .plan import BLOCK_M, SPAN
-from .torch_tiles import Expressions, work_dtype
+from .live_masks import Lives
+from .step_plan import BLOCK_M, SPAN
+from .tile_expressions import Expressions, work_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
 
     from ..base import Call
-    from .plan import Range, Span, Step
-    from .torch_tiles import Tile
+    from .step_plan import Range, Span, Step
+    from .tile_expressions import Tile
 
     Live = Callable[[], torch.Tensor]
 
