@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call
-    from .span_scores import Place, Scored
-    from .step_plan import Span, Step
+    from .span_scores import Scored, StepPlace
+    from .step_plan import KeySpan, QueryStep
 
 _ONE = const(1.0)
 _SLOPES = 2
@@ -49,11 +49,11 @@ _SLOPES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StepRows:
     """The rows of a step: tensors (matrices, group * rows, ...)."""
 
-    step: Step
-    place: Place
+    step: QueryStep
+    place: StepPlace
     queries: torch.Tensor
     grad_out: torch.Tensor
     lse: LogSum
@@ -75,7 +75,7 @@ class StepGradients:
     """
 
     def __init__(
-        self, lowered: Lowered, call: Call, backward: Backward, steps: list[Step], plain: bool
+        self, lowered: Lowered, call: Call, backward: Backward, steps: list[QueryStep], plain: bool
     ) -> None:
         out, lse, grad_out, grad_lse, wants = backward
         self._program = program = lowered.program
@@ -93,7 +93,7 @@ class StepGradients:
         self._dv = torch.zeros_like(self._v) if wants.v else None
         self._buffers = Buffers(steps, 3, self._q, plain)
         self._scorer = Scorer(program, call, self._buffers, keep_raw=True)
-        self._biases = Biases(call, self._scorer.lives) if plain else None
+        self._biases = Biases(call, self._scorer.live_masks) if plain else None
         self._sums = CaptureSums(call, wants)
         self._score_terms = self._sums.of_score(lowered.derivative)
         self._sink_terms = self._sums.of(program.sink)
@@ -104,7 +104,7 @@ class StepGradients:
             self._weight_slope = vjp(program.weights, _ONE).get(SCORE, const(0.0))
         self._scores_matter = bool(wants.q or wants.k or self._score_terms)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: QueryStep) -> None:
         """Add what the rows of ``step`` contribute."""
         place = place_of(step, self._call)
         queries, grad_out = place.queries(self._q), place.queries(self._grad_out)
@@ -112,7 +112,7 @@ class StepGradients:
         delta = None if self._biases is not None else self._delta(place, grad_out)
         lse = LogSum(*map(place.queries, self._lse))
         dq = queries.new_zeros(queries.shape) if self._dq is not None else None
-        rows = Rows(step, place, queries, grad_out, lse, delta, dq)
+        rows = StepRows(step, place, queries, grad_out, lse, delta, dq)
         for span in step.spans:
             if self._biases is None or not self._add_plain(rows, span, self._biases):
                 for part in span.parts() if self._biases is not None else (span,):
@@ -126,13 +126,13 @@ class StepGradients:
             d_sink = -own.of_sink(sink, place.pairs(delta))
             self._sums.add(self._sink_terms, d_sink, tile)
 
-    def _delta(self, place: Place, grad_out: torch.Tensor) -> torch.Tensor:
+    def _delta(self, place: StepPlace, grad_out: torch.Tensor) -> torch.Tensor:
         delta = (grad_out * place.queries(self._out)).sum(-1, keepdim=True)
         if self._grad_lse is not None:
             delta = delta - place.queries(self._grad_lse)
         return torch.where(place.queries(self._lse.shift) == -torch.inf, 0.0, delta)
 
-    def _add_plain(self, rows: Rows, span: Span, biases: Biases) -> bool:
+    def _add_plain(self, rows: StepRows, span: KeySpan, biases: Biases) -> bool:
         """Add a span's gradients by torch's own backward; False where it may have spoiled them."""
         matrices, columns = rows.place.matrices, slice(*span.columns)
         found = PlainRows(
@@ -155,7 +155,7 @@ class StepGradients:
             self._dv[matrices, columns].add_(dv)
         return True
 
-    def _add_span(self, rows: Rows, span: Span) -> None:
+    def _add_span(self, rows: StepRows, span: KeySpan) -> None:
         """Add a span's gradients."""
         place, columns = rows.place, slice(*span.columns)
         if rows.delta is None:
@@ -180,7 +180,7 @@ class StepGradients:
             total = self._dk[place.matrices, columns]
             add_product(total, d_score.mT, rows.queries, live, scale, by_key=True)
 
-    def _weights(self, rows: Rows, span: Span, scored: Scored) -> torch.Tensor:
+    def _weights(self, rows: StepRows, span: KeySpan, scored: Scored) -> torch.Tensor:
         """The final score's gradient, after adding dV; overwrites the final scores."""
         program, step, place, grad_out = self._program, rows.step, rows.place, rows.grad_out
         values = self._v[place.matrices, slice(*span.columns)]

@@ -28,7 +28,7 @@ from ..dense.rows import rows_at
 from ..log_sum import LogSum
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from .capture_gradients import CaptureSums
-from .step_plan import Step
+from .step_plan import QueryStep
 from .tile_expressions import Expressions, work_dtype
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _width_of(lowered: Lowered, call: Call) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _TermRows:
     """One side of a term, for all its rows."""
 
     side: Side
@@ -372,20 +372,20 @@ def _tile(call: Call, along: str) -> Tile:
         columns = (0, min(1, columns[1]))
     else:
         rows = (0, min(1, rows[1]))
-    step = Step((0, call.q.shape[0]), (0, call.q.shape[1]), rows, ())
+    step = QueryStep((0, call.q.shape[0]), (0, call.q.shape[1]), rows, ())
     # Nothing reads the score.
     score = torch.empty((1, 1, 1, 1), dtype=work_dtype(call), device=call.q.device)
     return Expressions(call).tile(step, columns, score)
 
 
-def _queries(term: Term, call: Call, tile: Tile) -> _Rows:
+def _queries(term: Term, call: Call, tile: Tile) -> _TermRows:
     left, _ = sides(term.product)
-    return _Rows(left, None if _is_of_keys(term) else _or_none(term.factor), call, tile)
+    return _TermRows(left, None if _is_of_keys(term) else _or_none(term.factor), call, tile)
 
 
-def _keys(term: Term, call: Call, tile: Tile) -> _Rows:
+def _keys(term: Term, call: Call, tile: Tile) -> _TermRows:
     _, right = sides(term.product)
-    return _Rows(right, term.factor if _is_of_keys(term) else None, call, tile)
+    return _TermRows(right, term.factor if _is_of_keys(term) else None, call, tile)
 
 
 def _or_none(factor: Node) -> Node | None:
@@ -426,7 +426,7 @@ def _joined(own: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
     return found
 
 
-def _parts(grad: torch.Tensor, call: Call, sides_of_terms: list[_Rows]) -> list[torch.Tensor]:
+def _parts(grad: torch.Tensor, call: Call, sides_of_terms: list[_TermRows]) -> list[torch.Tensor]:
     """The parts of a gradient that belong to each of the contractions' rows."""
     widths = [rows.call.tensors[rows.side.name].shape[-1] for rows in sides_of_terms]
     begin = call.q.shape[3]

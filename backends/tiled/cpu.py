@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Gradients
-    from .span_scores import Place, Scored
-    from .step_plan import Span, Step
+    from .span_scores import Scored, StepPlace
+    from .step_plan import KeySpan, QueryStep
 
 _UNCHANGED: AbstractContextManager[object] = nullcontext()
 _WEIGHTS = 1
@@ -127,7 +127,7 @@ def _without_autocast(kind: str) -> AbstractContextManager[object]:
 
 
 def _forward(
-    lowered: Lowered, call: Call, steps: list[Step], plain: bool
+    lowered: Lowered, call: Call, steps: list[QueryStep], plain: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     program = lowered.program
     batch, heads, q_len, _ = call.q.shape
@@ -143,7 +143,7 @@ def _forward(
     rows_of_lse = [x.view(*q.shape[:-1], 1) for x in lse]
     buffers = Buffers(steps, 2, q, plain)
     scorer = Scorer(program, call, buffers, keep_raw=False)
-    biases = Biases(call, scorer.lives)
+    biases = Biases(call, scorer.live_masks)
     for step in steps:
         place = place_of(step, call)
         own = _Rows(program, call, step, place, buffers, scorer)
@@ -177,8 +177,8 @@ class _Rows:
         self,
         program: Program,
         call: Call,
-        step: Step,
-        place: Place,
+        step: QueryStep,
+        place: StepPlace,
         buffers: Buffers,
         scorer: Scorer,
     ) -> None:
@@ -194,14 +194,14 @@ class _Rows:
         """Log-sum-exp of the spans so far."""
         self._alive: torch.Tensor
 
-    def add(self, span: Span, scored: Scored, values: torch.Tensor) -> None:
+    def add(self, span: KeySpan, scored: Scored, values: torch.Tensor) -> None:
         """Take in a span; overwrites its final scores."""
         if self._program.weights is None:
             self._add_softmax(span, scored, values)
         else:
             self._add_own(span, scored, values)
 
-    def _add_softmax(self, span: Span, scored: Scored, values: torch.Tensor) -> None:
+    def _add_softmax(self, span: KeySpan, scored: Scored, values: torch.Tensor) -> None:
         score = scored.final
         peak = score.amax(-1, keepdim=True)
         # As in SDPA: torch's softmax is one pass, and faster than torch.exp (see M22 in
@@ -229,7 +229,7 @@ class _Rows:
             return
         self._lse = merge_(self._sum, self._lse, part, lse)
 
-    def _add_own(self, span: Span, scored: Scored, values: torch.Tensor) -> None:
+    def _add_own(self, span: KeySpan, scored: Scored, values: torch.Tensor) -> None:
         assert self._program.weights is not None
         final = self._place.pairs(scored.final)
         tile = self._expressions.tile(self._step, span.columns, final)
@@ -248,7 +248,7 @@ class _Rows:
             add_product(self._sum, scored.final, values, pairs)
             self._alive = self._alive | alive
 
-    def _drop(self, span: Span, scored: Scored, weights: torch.Tensor) -> None:
+    def _drop(self, span: KeySpan, scored: Scored, weights: torch.Tensor) -> None:
         if self._program.dropout is not None:
             (p,) = scored.tile.evaluate(self._program.dropout)
             keep = dropout_factor(p, self._step, span.columns, self._call)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call
-    from .scalar_bounds import Bounds
+    from .scalar_bounds import ScalarBounds
 
 
 _FAR = POSITION_LIMIT // 2
@@ -157,7 +157,7 @@ def triangle_of(lowered: Lowered, call: Call) -> Triangle | None:
     return Triangle(first, rows, side)
 
 
-def _least_distance(bounds: Bounds) -> int | None:
+def _least_distance(bounds: ScalarBounds) -> int | None:
     """The least live ``q - kv`` of a mask of distances, where no greater one is dead; or None.
 
     It is a matter of all distances, not of those that a call has: one process may have all rows of

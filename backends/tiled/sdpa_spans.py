@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from attndsl.ir import Node, Program
 
     from ..base import Backward, Call
-    from .live_masks import Lives
-    from .span_scores import Place
-    from .step_plan import Span, Step
+    from .live_masks import LiveMasks
+    from .span_scores import StepPlace
+    from .step_plan import KeySpan, QueryStep
 
     Bias = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -64,7 +64,7 @@ def _reads_score(mask: Node | None) -> bool:
 class Biases:
     """Biases that masks add to scores of spans, one for all spans with the same live pairs."""
 
-    def __init__(self, call: Call, lives: Lives) -> None:
+    def __init__(self, call: Call, lives: LiveMasks) -> None:
         """Start without biases, for a call with these live pairs."""
         self._call, self._lives = call, lives
         self._kept: dict[object, Bias] = {}
@@ -74,7 +74,7 @@ class Biases:
         """Parts of these that are no zeros."""
 
     def of(
-        self, step: Step, span: Span, place: Place
+        self, step: QueryStep, span: KeySpan, place: StepPlace
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Bias that the mask adds to a span's scores, (1 or matrices, 1, group * rows, width).
 
@@ -92,7 +92,7 @@ class Biases:
             self._keep(key, found)
         return found
 
-    def _of_end(self, step: Step, span: Span, place: Place) -> Bias:
+    def _of_end(self, step: QueryStep, span: KeySpan, place: StepPlace) -> Bias:
         """Bias where the mask decides at the end alone: the end of one that is as long or longer.
 
         Spans of a causal mask are longer from step to step, and end alike.
@@ -122,7 +122,9 @@ class Biases:
             self._room = torch.zeros(size, dtype=dtype, device=device)
         return self._room[:size].view(shape)
 
-    def _made(self, step: Step, span: Span, place: Place, is_kept: bool, width: int = 0) -> Bias:
+    def _made(
+        self, step: QueryStep, span: KeySpan, place: StepPlace, is_kept: bool, width: int = 0
+    ) -> Bias:
         """The bias of a span, and of live keys before it up to a ``width`` that can be kept."""
         lives = [self._lives.of(step, columns) for columns in span.partial]
         batch, heads, rows = place.shape
@@ -144,13 +146,13 @@ class Biases:
         return _by_matrices(bias, place), _by_matrices(some, place).squeeze(1)
 
 
-def _members(place: Place) -> int:
+def _members(place: StepPlace) -> int:
     """Number of query heads of a step that have a key head in common."""
     number: int = place.matrices.stop - place.matrices.start
     return place.shape[0] * place.shape[1] // number
 
 
-def _by_matrices(found: torch.Tensor, place: Place) -> torch.Tensor:
+def _by_matrices(found: torch.Tensor, place: StepPlace) -> torch.Tensor:
     """(1 or matrices, 1, group * rows, width) of (1 or batch, 1 or heads, rows, width)."""
     number = place.matrices.stop - place.matrices.start
     rows = place.shape[2]
@@ -173,14 +175,14 @@ class PlainRows:
     """The rows of a step whose scores are plain."""
 
     call: Call
-    step: Step
-    place: Place
+    step: QueryStep
+    place: StepPlace
     biases: Biases
     bounded: bool
     """See :class:`~attndsl.ir.Program`: rows of k and v may be NaN where no pair is live."""
 
     def attend(
-        self, span: Span, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, span: KeySpan, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Output and log-sum-exp of a span, or None where torch may have spoiled them.
 
@@ -211,7 +213,7 @@ class PlainRows:
         return part, lse
 
     def gradients(
-        self, span: Span, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        self, span: KeySpan, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
         of: OfForward,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:  # fmt: skip
         """Terms that a span adds to dQ, and its dK and dV; None where torch may have spoiled them.

@@ -18,7 +18,7 @@ from ..dense import pairs as dense
 from ..dense.draws import heads_of, rows_of
 from ..dense.philox import keep_factor, kept_at
 from ..memory_order import rows_contiguous
-from .live_masks import Lives
+from .live_masks import LiveMasks
 from .step_plan import BLOCK_M, SPAN
 from .tile_expressions import Expressions, work_dtype
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
 
     from ..base import Call
-    from .step_plan import Range, Span, Step
+    from .step_plan import KeySpan, QueryStep, Range
     from .tile_expressions import Tile
 
     Live = Callable[[], torch.Tensor]
@@ -38,7 +38,7 @@ FINAL, RAW = range(2)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepPlace:
     """A step's part of tensors laid out as matrices: (batch * kv_heads, group, length, width)."""
 
     matrices: slice
@@ -62,7 +62,7 @@ class Place:
         return tensor.view(*self.shape, tensor.shape[-1])
 
 
-def place_of(step: Step, call: Call) -> Place:
+def place_of(step: QueryStep, call: Call) -> StepPlace:
     """Place of ``step`` in tensors laid out as matrices."""
     kv_heads = call.k.shape[1]
     group = call.q.shape[1] // kv_heads
@@ -71,7 +71,7 @@ def place_of(step: Step, call: Call) -> Place:
     last = (b_stop - 1) * kv_heads + (h_stop - 1) // group + 1
     within = h_stop - h < group
     members = slice(h % group, h % group + h_stop - h) if within else slice(0, group)
-    return Place(
+    return StepPlace(
         slice(first, last),
         members,
         slice(*step.rows),
@@ -111,13 +111,13 @@ class Scored:
     partial: tuple[tuple[Range, torch.Tensor], ...]
     """Columns within the span, and which of their pairs are live; those of others all are."""
 
-    def live(self, place: Place) -> torch.Tensor:
+    def live(self, place: StepPlace) -> torch.Tensor:
         """The live pairs, bool (matrices, group * rows, width)."""
         found = torch.ones(self.final.shape, dtype=torch.bool, device=self.final.device)
         fill(place.pairs(found), self, False)
         return found
 
-    def live_to_part(self, program: Program, place: Place) -> Live | None:
+    def live_to_part(self, program: Program, place: StepPlace) -> Live | None:
         """The function that gives them, if :func:`live_product` is to look at them."""
         return partial(self.live, place) if program.bounded and self.partial else None
 
@@ -139,10 +139,15 @@ class Scorer:
         self._plain = program.score is SCORE
         self._raw_buffer = RAW if keep_raw and not self._plain else FINAL
         self.expressions = Expressions(call)
-        self.lives = Lives(program.mask, call, self.expressions)
+        self.live_masks = LiveMasks(program.mask, call, self.expressions)
 
     def span(
-        self, step: Step, place: Place, span: Span, queries: torch.Tensor, keys: torch.Tensor
+        self,
+        step: QueryStep,
+        place: StepPlace,
+        span: KeySpan,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
     ) -> Scored:
         """Scores of queries (matrices, group * rows, dim) by keys (matrices, width, dim)."""
         raw = self._buffers.take(self._raw_buffer, place, span.width)
@@ -154,7 +159,7 @@ class Scorer:
                 start = columns[0] - span.columns[0]
                 within = (start, start + columns[1] - columns[0])
                 score = tile.scope.score[..., slice(*within)]
-                partial.append((within, self.lives.of(step, columns, score)))
+                partial.append((within, self.live_masks.of(step, columns, score)))
         final = raw
         if not self._plain:
             (score,) = tile.evaluate(self._program.score)
@@ -218,25 +223,25 @@ class Buffers:
     """
 
     def __init__(
-        self, steps: list[Step], number: int, like: torch.Tensor, plain: bool = False
+        self, steps: list[QueryStep], number: int, like: torch.Tensor, plain: bool = False
     ) -> None:
         size = max((_most_pairs(step, plain) for step in steps), default=0)
         self._flat = like.new_empty((number, size))
 
-    def take(self, number: int, place: Place, width: int) -> torch.Tensor:
+    def take(self, number: int, place: StepPlace, width: int) -> torch.Tensor:
         """Buffer ``number`` as (matrices, group * rows, width); what it held is lost."""
         count = place.matrices.stop - place.matrices.start
         size = place.shape[0] * place.shape[1] * place.shape[2] * width
         return self._flat[number, :size].view(count, -1, width)
 
 
-def _most_pairs(step: Step, plain: bool) -> int:
+def _most_pairs(step: QueryStep, plain: bool) -> int:
     heads = (step.batches[1] - step.batches[0]) * (step.heads[1] - step.heads[0])
     widest = max(span.width for span in step.spans)
     return heads * (step.rows[1] - step.rows[0]) * (min(widest, SPAN) if plain else widest)
 
 
-def dropout_factor(p: torch.Tensor, step: Step, columns: Range, call: Call) -> torch.Tensor:
+def dropout_factor(p: torch.Tensor, step: QueryStep, columns: Range, call: Call) -> torch.Tensor:
     """Factor of each weight that dropout with probability ``p`` gives."""
     numbers = heads_of(call, step.batches, step.heads)
     rows, keys = rows_of(call, "q", step.rows), rows_of(call, "kv", columns)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
 
     from ..base import Call
-    from .step_plan import Range, Step
+    from .step_plan import QueryStep, Range
 
 
 def work_dtype(call: Call) -> torch.dtype:
@@ -42,7 +42,7 @@ class Expressions:
         self.nothing = torch.empty((1, 1, 1, 1), dtype=work_dtype(call), device=call.q.device)
         """A score for tiles of expressions that read none."""
         self._base = scope_of(call, self.nothing)
-        self._step: Step | None = None
+        self._step: QueryStep | None = None
         """The step of the last tile, and what its tiles share."""
         self._ranges: dict[str, Range] = {}
         self._variables: dict[str, torch.Tensor] = {}
@@ -58,7 +58,7 @@ class Expressions:
         self._lengths = {"b": call.q.shape[0], "h": call.q.shape[1], "hkv": call.q.shape[1],
                          "q": call.q.shape[2], "kv": call.k.shape[2]}  # fmt: skip
 
-    def tile(self, step: Step, columns: Range, score: torch.Tensor) -> Tile:
+    def tile(self, step: QueryStep, columns: Range, score: torch.Tensor) -> Tile:
         """The tile of ``step`` at ``columns``, with ``score`` (batch, heads, rows, columns)."""
         base = self._base
         if step is not self._step:

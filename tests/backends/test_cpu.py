@@ -651,7 +651,7 @@ def test_spans_that_end_alike_share_a_bias(monkeypatch):
 def test_parts_of_a_span_are_its_keys(first):
     columns = (first, first + 2500)
     partial = ((first, first + 64), (first + 960, first + 1088), (first + 2432, first + 2500))
-    parts = list(step_plan.Span(columns, partial).parts())
+    parts = list(step_plan.KeySpan(columns, partial).parts())
     assert [part.width for part in parts] == [1024, 1024, 452]
     keys = [key for part in parts for key in range(*part.columns)]
     assert keys == list(range(*columns))
