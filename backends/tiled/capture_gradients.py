@@ -88,7 +88,7 @@ class CaptureSums:
         if not load.args:
             total += part.sum()
             return
-        view = tile.view(load, total)
+        view = tile.view(load.args, total)
         if view is not None:
             view += part.sum_to_size(view.shape)
             return

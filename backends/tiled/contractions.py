@@ -178,30 +178,12 @@ class _TermRows:
 
     def plain(self) -> torch.Tensor:
         """(batch or 1, heads or 1, length or 1, width); a view where indices count rows up."""
-        view = self._view()
-        if view is not None:
-            return view
-        indices = self.tile.evaluate(*self.side.indices)
-        found = rows_at(self.call.tensors[self.side.name], indices)
+        tensor, indices = self.call.tensors[self.side.name], self.side.indices
+        found = self.tile.view(indices, tensor)
+        if found is None:
+            found = rows_at(tensor, self.tile.evaluate(*indices))
         # One of the dims of queries and keys is 1.
         return found.flatten(2, 3)
-
-    def _view(self) -> torch.Tensor | None:
-        """View of the rows looked up, if each index is a name that counts up to the dim's size."""
-        tensor = self.call.tensors[self.side.name]
-        names = [str(arg.value) if arg.op is Op.VAR else "" for arg in self.side.indices]
-        dims = [{"b": 0, "h": 1, "hkv": 1, "q": 2, "kv": 2}.get(name) for name in names]
-        if len(set(dims)) < len(dims) or None in dims:
-            return None
-        for name, size in zip(names, tensor.shape, strict=False):
-            if self.tile.ranges.get(name) != (0, size):
-                return None
-        order = sorted(range(len(names)), key=lambda dim: dims[dim] or 0)
-        tensor = tensor.permute(*order, tensor.dim() - 1)
-        for dim in range(3):
-            if dim not in dims:
-                tensor = tensor.unsqueeze(dim)
-        return tensor
 
     def scaled(self, factor: float) -> torch.Tensor:
         """Rows of :meth:`plain`, times the side's factor and another one, in the dtype of q."""

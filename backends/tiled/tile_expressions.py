@@ -155,18 +155,21 @@ class Tile:
                 values[item] = RULES[item.op](item, args, self.scope)
         return values
 
-    def view(self, load: Node, tensor: torch.Tensor) -> torch.Tensor | None:
-        """View of ``tensor``, of four dims, that has the elements ``load`` looks up, or None."""
-        names = [str(arg.value) if arg.op is Op.VAR else "" for arg in load.args]
+    def view(self, indices: tuple[Node, ...], tensor: torch.Tensor) -> torch.Tensor | None:
+        """View of ``tensor`` that has what is at ``indices``, or None where there is none.
+
+        It has the four dims of pairs in place of the indices', and the further ones of ``tensor``.
+        """
+        names = [str(arg.value) if arg.op is Op.VAR else "" for arg in indices]
         if len({_DIMS.get(name) for name in names}) < len(names):
             return None
         spans = [self.ranges.get(name, (-1, -1)) for name in names]
-        if not reads_inside(spans, tensor.shape):
+        if not reads_inside(spans, tensor.shape[: len(names)]):
             return None
         for dim, (start, stop) in enumerate(spans):
             tensor = tensor.narrow(dim, start, stop - start)
         order = sorted(range(len(names)), key=lambda dim: _DIMS[names[dim]])
-        tensor = tensor.permute(order)
+        tensor = tensor.permute(*order, *range(len(names), tensor.dim()))
         present = {_DIMS[name] for name in names}
         for dim in range(4):
             if dim not in present:
@@ -175,7 +178,7 @@ class Tile:
 
     def _load(self, load: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
         tensor = self.scope.tensors[str(load.value)]
-        found = self.view(load, tensor)
+        found = self.view(load.args, tensor)
         if found is None:
             args = tuple(values[arg] for arg in load.args)
             return RULES[Op.LOAD](load, args, self.scope)
