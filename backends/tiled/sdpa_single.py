@@ -5,14 +5,12 @@ come. To look for tiles and to make a bias for them takes several times what the
 M57 in docs/measured.md.
 
 Non-goals: scores that are not plain ones, masks with several runs of live keys, masks that read
-tensors or heads (:mod:`.step_plan` has all of these).
+tensors or heads (:mod:`.step_plan` has all of these), gradients.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..log_sum import of_one_number
 from ..memory_order import memory_order, wide_dtype
@@ -21,40 +19,71 @@ from .sdpa import flash_attention, is_spoilt
 from .tile_expressions import work_dtype
 
 if TYPE_CHECKING:
+    import torch
+
     from attndsl.pipeline import Lowered
 
-    from ..base import Call
-    from .step_plan import Range
+    from ..base import Backward, Call, Gradients
 
 _MOST_ROWS = 8
 """Of all heads that share keys, of a call that is looked at: the bounds of many rows decide little.
 torch takes so few rows for one block, whatever their number is."""
 
 
-def in_one_piece(lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Output and log-sum-exp of a call of plain scores, or None where it has to be taken apart.
+class SingleCall(NamedTuple):
+    """One call of torch's attention, over the keys that every row sees: no row sees others."""
 
-    Returns:
-        As :meth:`attndsl.backends.base.Backend.forward`.
+    start: int
+    stop: int
+
+    def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See :class:`.cpu.Strategy`."""
+        batch, heads, _, width = call.q.shape
+        kv_heads, length = call.k.shape[1:3]
+        q, k, v = call.q, call.k, call.v
+        if self != (0, length):
+            k, v = k[:, :, slice(*self)], v[:, :, slice(*self)]
+        if q.dtype is not (dtype := work_dtype(call)):
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        if heads != kv_heads:
+            q = q.reshape(batch, kv_heads, -1, width)
+        out, lse = flash_attention(q, k, v, scale=call.scale)
+        return None if is_spoilt(out, lse) else _as_results(call, out, lse)
+
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients | None:
+        """None: gradients are made otherwise."""
+        return None
+
+
+def single_call(lowered: Lowered, call: Call) -> SingleCall | None:
+    """The single call that makes a forward of plain scores; None where one does not.
+
+    That is where each row sees the same keys, and these are the first ones or the last.
     """
     batch, heads, rows, _ = call.q.shape
-    kv_heads = call.k.shape[1]
-    if kv_heads == 0 or rows * (heads // kv_heads) > _MOST_ROWS or lowered.program.sink is not None:
+    kv_heads, length = call.k.shape[1:3]
+    if (
+        0 in (batch, rows, kv_heads, length) or rows * (heads // kv_heads) > _MOST_ROWS
+        or lowered.program.sink is not None
+    ):  # fmt: skip
         return None
-    live = _live_keys(lowered, call)
-    if live is None:
+    if lowered.program.mask is None:
+        return SingleCall(0, length)
+    bounds = bounds_of(lowered, call)
+    if bounds is None or (bounds.of_one_row and rows > 1):
         return None
-    q, k, v = call.q, call.k, call.v
-    if live != (0, k.shape[2]):
-        k, v = k[:, :, slice(*live)], v[:, :, slice(*live)]
-    if q.dtype is not (dtype := work_dtype(call)):
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if heads != kv_heads:
-        q = q.reshape(batch, kv_heads, -1, q.shape[3])
-    out, lse = flash_attention(q, k, v, scale=call.scale)
-    if is_spoilt(out, lse):
-        return None
-    return _as_results(call, out, lse)
+    start, stop = bounds.kv_offset, bounds.kv_offset + length
+    q = (bounds.q_offset, bounds.q_offset + rows)
+    if bounds.must(q, (start, stop)):
+        return SingleCall(0, length)
+    # The fewer keys there are, the sooner the bounds are sure of them.
+    if bounds.must(q, (stop - 1, stop)):
+        first = boundary(lambda place: bounds.must(q, (place, stop)), stop - 1, start)
+        return None if bounds.may(q, (start, first)) else SingleCall(first - start, length)
+    if bounds.must(q, (start, start + 1)):
+        last = boundary(lambda place: bounds.must(q, (start, place)), start + 1, stop)
+        return None if bounds.may(q, (last, stop)) else SingleCall(0, last - start)
+    return None
 
 
 def _as_results(
@@ -69,31 +98,5 @@ def _as_results(
     order = memory_order(call.q, call.v.shape[3])
     dtype = wide_dtype(call.wide) or call.q.dtype
     if out.shape != order.shape or out.stride() != order.strides or out.dtype is not dtype:
-        made = torch.empty_strided(order.shape, order.strides, dtype=dtype)
-        out = made.copy_(out.reshape(order.shape))
-    shape = order.shape[:3]
-    return out, of_one_number(lse.reshape(shape))
-
-
-def _live_keys(lowered: Lowered, call: Call) -> Range | None:
-    """The keys that each row sees, if these are the same, and the first ones or the last."""
-    rows, length = call.q.shape[2], call.k.shape[2]
-    if 0 in (call.q.shape[0], rows, length):
-        return None
-    if lowered.program.mask is None:
-        return 0, length
-    bounds = bounds_of(lowered, call)
-    if bounds is None or (bounds.of_one_row and rows > 1):
-        return None
-    start, stop = bounds.kv_offset, bounds.kv_offset + length
-    q = (bounds.q_offset, bounds.q_offset + rows)
-    if bounds.must(q, (start, stop)):
-        return 0, length
-    # The fewer keys there are, the sooner the bounds are sure of them.
-    if bounds.must(q, (stop - 1, stop)):
-        first = boundary(lambda place: bounds.must(q, (place, stop)), stop - 1, start)
-        return None if bounds.may(q, (start, first)) else (first - start, length)
-    if bounds.must(q, (start, start + 1)):
-        last = boundary(lambda place: bounds.must(q, (start, place)), start + 1, stop)
-        return None if bounds.may(q, (last, stop)) else (0, last - start)
-    return None
+        out = order.empty(call.q, dtype).copy_(out.reshape(order.shape))
+    return out, of_one_number(lse.reshape(order.shape[:3]))

@@ -1,13 +1,13 @@
-"""Scores of the CPU backend's spans, and where a step lies in tensors laid out as matrices.
+"""Scores of the CPU backend's spans.
 
-Non-goals: what is made of scores: outputs (:mod:`.cpu`) and gradients (:mod:`.backward_steps`).
+Non-goals: what is made of scores: outputs (:mod:`.forward_steps`) and gradients
+(:mod:`.backward_steps`).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +17,10 @@ from attndsl.ir import SCORE
 from ..dense import pairs as dense
 from ..dense.draws import heads_of, rows_of
 from ..dense.philox import keep_factor, kept_at
-from ..memory_order import rows_contiguous
 from .live_masks import LiveMasks
-from .step_plan import BLOCK_M, SPAN
-from .tile_expressions import Expressions, work_dtype
+from .matrices import keys_of, matrices
+from .step_plan import SPAN
+from .tile_expressions import Expressions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,81 +28,21 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
 
     from ..base import Call
+    from .matrices import StepPlace
     from .step_plan import KeySpan, QueryStep, Range
     from .tile_expressions import Tile
 
     Live = Callable[[], torch.Tensor]
 
-FINAL, RAW = range(2)
-"""Buffers of scores; :class:`Scorer` fills them."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlace:
-    """A step's part of tensors laid out as matrices: (batch * kv_heads, group, length, width)."""
-
-    matrices: slice
-    members: slice
-    rows: slice
-    shape: tuple[int, int, int]
-    """Batch entries, query heads and rows of the step."""
-
-    def queries(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(matrices, group * rows, width) of a tensor (matrices, group, length, width)."""
-        part = tensor[self.matrices, self.members, self.rows]
-        return part.flatten(1, 2)
-
-    def store(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Write ``value``, laid out as :meth:`queries` gives it."""
-        part = tensor[self.matrices, self.members, self.rows]
-        part.copy_(value.reshape(part.shape))
-
-    def pairs(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view (batch, heads, rows, width) of contiguous (matrices, group * rows, width)."""
-        return tensor.view(*self.shape, tensor.shape[-1])
-
-
-def place_of(step: QueryStep, call: Call) -> StepPlace:
-    """Place of ``step`` in tensors laid out as matrices."""
-    kv_heads = call.k.shape[1]
-    group = call.q.shape[1] // kv_heads
-    (b, b_stop), (h, h_stop) = step.batches, step.heads
-    first = b * kv_heads + h // group
-    last = (b_stop - 1) * kv_heads + (h_stop - 1) // group + 1
-    within = h_stop - h < group
-    members = slice(h % group, h % group + h_stop - h) if within else slice(0, group)
-    return StepPlace(
-        slice(first, last),
-        members,
-        slice(*step.rows),
-        (b_stop - b, h_stop - h, step.rows[1] - step.rows[0]),
-    )
-
-
-def matrices(tensor: torch.Tensor, call: Call) -> torch.Tensor:
-    """(batch, heads, length, width) as contiguous (batch * kv_heads, group, length, width)."""
-    batch, heads, length, width = tensor.shape
-    kv_heads = call.k.shape[1]
-    shape = (batch * kv_heads, heads // max(1, kv_heads), length, width)
-    return tensor.to(work_dtype(call)).contiguous().view(shape)
-
-
-def keys_of(tensor: torch.Tensor, call: Call) -> torch.Tensor:
-    """Keys or values as (batch * kv_heads, length, width).
-
-    They are copied to be contiguous where several tile rows read them. One row of a long cache
-    reads them once, which is what a copy takes.
-    """
-    found = rows_contiguous(tensor, work_dtype(call))
-    if call.q.shape[2] > BLOCK_M:
-        found = found.contiguous()
-    return found.flatten(0, 1)
+_FINAL, _RAW = range(2)
+"""Rooms of scores; the last one is for what is made of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
     """Scores of a span's pairs: (matrices, group * rows, width)."""
 
+    place: StepPlace
     raw: torch.Tensor
     final: torch.Tensor
     """-inf at dead pairs. The same tensor as ``raw`` where that need not be kept."""
@@ -110,74 +50,109 @@ class Scored:
     """Its score is ``raw``."""
     partial: tuple[tuple[Range, torch.Tensor], ...]
     """Columns within the span, and which of their pairs are live; those of others all are."""
+    bounded: bool
+    """See :class:`~attndsl.ir.Program`."""
 
-    def live(self, place: StepPlace) -> torch.Tensor:
-        """The live pairs, bool (matrices, group * rows, width)."""
+    def fill(self, pairs: torch.Tensor, value: float) -> None:
+        """Write ``value`` over the dead pairs of ``pairs``, laid out as the scores."""
+        pairs = self.place.pairs(pairs)
+        other = pairs.new_full((), value)
+        for (start, stop), live in self.partial:
+            part = pairs[..., start:stop]
+            # Half the time of masked_fill_, and not fooled by NaN as a product would be.
+            torch.where(live, part, other, out=part)
+
+    @property
+    def live(self) -> Live | None:
+        """Give the live pairs, laid out as the scores, where :func:`live_product` has to look."""
+        return self._live if self.bounded and self.partial else None
+
+    def _live(self) -> torch.Tensor:
         found = torch.ones(self.final.shape, dtype=torch.bool, device=self.final.device)
-        fill(place.pairs(found), self, False)
+        self.fill(found, False)
         return found
-
-    def live_to_part(self, program: Program, place: StepPlace) -> Live | None:
-        """The function that gives them, if :func:`live_product` is to look at them."""
-        return partial(self.live, place) if program.bounded and self.partial else None
 
 
 class Scorer:
     """Makes the scores of a call's spans.
 
+    Room for the pairs of one span is used again for every span: fresh pages cost more than sums.
+
     Args:
         program: What the scores are.
         call: Its arguments.
-        buffers: The first one holds final scores; the second one raw scores, where they are kept.
+        steps: What there must be room for.
+        plain: Whether spans come in parts, which are rarely needed: room that nobody writes to
+            takes no memory.
         keep_raw: Whether raw scores are needed beside the final ones.
+
+    Attributes:
+        q: See :func:`.matrices.matrices`.
+        k: See :func:`.matrices.keys_of`.
+        v: The same.
+        expressions: Those of the call.
+        live_masks: The same.
     """
 
-    def __init__(self, program: Program, call: Call, buffers: Buffers, keep_raw: bool) -> None:
+    def __init__(
+        self, program: Program, call: Call, steps: list[QueryStep], plain: bool, keep_raw: bool
+    ) -> None:
         self._program = program
-        self._scale = call.scale
-        self._buffers = buffers
-        self._plain = program.score is SCORE
-        self._raw_buffer = RAW if keep_raw and not self._plain else FINAL
+        self._call = call
+        self.q = matrices(call.q, call)
+        self.k, self.v = keys_of(call.k, call), keys_of(call.v, call)
+        size = max((_most_pairs(step, plain) for step in steps), default=0)
+        self._room = self.q.new_empty((3 if keep_raw else 2, size))
+        self._is_raw = program.score is SCORE
+        self._raw = _RAW if keep_raw and not self._is_raw else _FINAL
         self.expressions = Expressions(call)
         self.live_masks = LiveMasks(program.mask, call, self.expressions)
 
-    def span(
-        self,
-        step: QueryStep,
-        place: StepPlace,
-        span: KeySpan,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-    ) -> Scored:
-        """Scores of queries (matrices, group * rows, dim) by keys (matrices, width, dim)."""
-        raw = self._buffers.take(self._raw_buffer, place, span.width)
-        torch.baddbmm(raw, queries, keys.mT, beta=0, alpha=self._scale, out=raw)
-        tile = self.expressions.tile(step, span.columns, place.pairs(raw))
+    def span(self, place: StepPlace, span: KeySpan, queries: torch.Tensor) -> Scored:
+        """Scores of queries (matrices, group * rows, dim) by the keys of a span."""
+        raw = self._take(self._raw, place, span.width)
+        keys = self.k[place.matrices, slice(*span.columns)]
+        torch.baddbmm(raw, queries, keys.mT, beta=0, alpha=self._call.scale, out=raw)
+        tile = self.expressions.tile(place.step, span.columns, place.pairs(raw))
         partial = []
         if self._program.mask is not None:
             for columns in span.partial:
                 start = columns[0] - span.columns[0]
                 within = (start, start + columns[1] - columns[0])
                 score = tile.scope.score[..., slice(*within)]
-                partial.append((within, self.live_masks.of(step, columns, score)))
+                partial.append((within, self.live_masks.of(place.step, columns, score)))
         final = raw
-        if not self._plain:
+        if not self._is_raw:
             (score,) = tile.evaluate(self._program.score)
-            final = self._buffers.take(FINAL, place, span.width)
+            final = self._take(_FINAL, place, span.width)
             place.pairs(final).copy_(score)
-        found = Scored(raw, final, tile, tuple(partial))
-        fill(place.pairs(final), found, -torch.inf)
+        found = Scored(place, raw, final, tile, tuple(partial), self._program.bounded)
+        found.fill(final, -torch.inf)
         return found
 
+    def room(self, place: StepPlace, width: int) -> torch.Tensor:
+        """Room beside scores, (matrices, group * rows, width); what it held is lost."""
+        return self._take(-1, place, width)
 
-def fill(pairs: torch.Tensor, scored: Scored, value: float) -> torch.Tensor:
-    """Write ``value`` over the dead pairs of ``pairs`` (batch, heads, rows, width)."""
-    other = pairs.new_full((), value)
-    for (start, stop), live in scored.partial:
-        part = pairs[..., start:stop]
-        # Half the time of masked_fill_, and not fooled by NaN as a product would be.
-        torch.where(live, part, other, out=part)
-    return pairs
+    def _take(self, number: int, place: StepPlace, width: int) -> torch.Tensor:
+        count = place.matrices.stop - place.matrices.start
+        return self._room[number, : math.prod(place.shape) * width].view(count, -1, width)
+
+    def drop(self, scored: Scored, span: KeySpan) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Probability of dropout, and the factor of each weight; None without dropout."""
+        if self._program.dropout is None:
+            return None
+        (p,) = scored.tile.evaluate(self._program.dropout)
+        call, step = self._call, scored.place.step
+        numbers = heads_of(call, step.batches, step.heads)
+        rows, keys = rows_of(call, "q", step.rows), rows_of(call, "kv", span.columns)
+        return p, keep_factor(kept_at(call.seed, p, numbers, rows, keys), p)
+
+
+def _most_pairs(step: QueryStep, plain: bool) -> int:
+    heads = (step.batches[1] - step.batches[0]) * (step.heads[1] - step.heads[0])
+    widest = max(span.width for span in step.spans)
+    return heads * (step.rows[1] - step.rows[0]) * (min(widest, SPAN) if plain else widest)
 
 
 def live_product(
@@ -209,43 +184,6 @@ def add_product(
         total.baddbmm_(weights, rows, alpha=scale)
     else:
         total.add_(live_product(weights, rows, live, by_key), alpha=scale)
-
-
-class Buffers:
-    """Room for the pairs of one span, used again for every span: fresh pages cost more than sums.
-
-    Args:
-        steps: What there must be room for.
-        number: How many buffers.
-        like: Of the dtype and device.
-        plain: Whether spans come in parts, which are rarely needed: room that nobody writes to
-            takes no memory.
-    """
-
-    def __init__(
-        self, steps: list[QueryStep], number: int, like: torch.Tensor, plain: bool = False
-    ) -> None:
-        size = max((_most_pairs(step, plain) for step in steps), default=0)
-        self._flat = like.new_empty((number, size))
-
-    def take(self, number: int, place: StepPlace, width: int) -> torch.Tensor:
-        """Buffer ``number`` as (matrices, group * rows, width); what it held is lost."""
-        count = place.matrices.stop - place.matrices.start
-        size = place.shape[0] * place.shape[1] * place.shape[2] * width
-        return self._flat[number, :size].view(count, -1, width)
-
-
-def _most_pairs(step: QueryStep, plain: bool) -> int:
-    heads = (step.batches[1] - step.batches[0]) * (step.heads[1] - step.heads[0])
-    widest = max(span.width for span in step.spans)
-    return heads * (step.rows[1] - step.rows[0]) * (min(widest, SPAN) if plain else widest)
-
-
-def dropout_factor(p: torch.Tensor, step: QueryStep, columns: Range, call: Call) -> torch.Tensor:
-    """Factor of each weight that dropout with probability ``p`` gives."""
-    numbers = heads_of(call, step.batches, step.heads)
-    rows, keys = rows_of(call, "q", step.rows), rows_of(call, "kv", columns)
-    return keep_factor(kept_at(call.seed, p, numbers, rows, keys), p)
 
 
 def may_be_subnormal(program: Program, x: torch.Tensor) -> bool:

@@ -15,9 +15,10 @@ import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.interpret import RULES
 from attndsl.backends.dense.reference import ReferenceBackend
-from attndsl.backends.tiled import backward_steps, cpu, sdpa_spans, span_scores, step_plan
+from attndsl.backends.tiled import backward_steps, cpu, span_scores, step_plan
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.sdpa_causal import Triangles
+from attndsl.backends.tiled.sdpa_spans import Biases, SpanAttention
 from attndsl.backends.tiled.tile_expressions import Tile
 from attndsl.backends.tiled.tile_kinds import tile_kinds
 from attndsl.errors import UnsupportedError
@@ -513,7 +514,7 @@ def test_forwards_of_few_rows_make_scores_of_long_spans(monkeypatch, text, spans
     """At once; torch's own attention makes those of plain scores."""
     made = []
     real = span_scores.Scorer.span
-    monkeypatch.setattr(span_scores.Scorer, "span", lambda *x: made.append(x[3].width) or real(*x))
+    monkeypatch.setattr(span_scores.Scorer, "span", lambda *x: made.append(x[2].width) or real(*x))
     q, kv = torch.randn(1, 8, 1, 16), torch.randn(1, 2, 16384, 16)
     attndsl.compile(text)(q, kv, kv, q_offset=16383)
     assert made == [16384] * spans
@@ -584,8 +585,8 @@ def test_plain_scores_are_torchs_own_attention(monkeypatch, small_tiles, name, h
     ]
     monkeypatch.setattr(Triangles, "of", lambda *_: None)  # Steps, for causal calls too.
     calls = []
-    real = sdpa_spans.PlainRows.gradients
-    monkeypatch.setattr(sdpa_spans.PlainRows, "gradients", lambda *x: calls.append(x) or real(*x))
+    real = SpanAttention.backward
+    monkeypatch.setattr(SpanAttention, "backward", lambda *x: calls.append(x) or real(*x))
 
     def run(loss):
         out, lse = Bound(MASKS[name])(*operands, return_lse=True, scale=-0.4)
@@ -635,8 +636,8 @@ def test_dead_keys_that_are_no_numbers_change_nothing(monkeypatch, value):
 def test_spans_that_end_alike_share_a_bias(monkeypatch):
     """Those of a causal mask are longer from step to step; each takes the end of a longer one."""
     made = []
-    real = sdpa_spans.Biases._made
-    monkeypatch.setattr(sdpa_spans.Biases, "_made", lambda *x: made.append(x) or real(*x))
+    real = Biases._made
+    monkeypatch.setattr(Biases, "_made", lambda *x: made.append(x) or real(*x))
     monkeypatch.setattr(Triangles, "of", lambda *_: None)
     q, k, v = (torch.randn(1, 2, 2000, 8) for _ in range(3))
     out = Bound("causal()")(q, k, v)
@@ -645,6 +646,28 @@ def test_spans_that_end_alike_share_a_bias(monkeypatch):
     # One of the first step, whose rows see no key all. One of the next seven. From the ninth on
     # keys that all rows see lie apart, and the rest is as of the first. The last one has 80 rows.
     assert len(made) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "width", "forward", "backward"),
+    [
+        ("causal()", 1, 8, "SingleCall Triangle Steps", "Triangle Steps"),
+        ("causal()", 200, 8, "Triangle Steps", "Triangle Steps"),
+        ("causal() and q - kv < 40", 200, 8, "Steps", "Steps"),
+        ("causal()", 200, 5, "Steps", "Steps"),
+        ("mask = causal(); score = softcap(score, 2.0)", 1, 8, "Steps", "Steps"),
+    ],
+)
+def test_choices(text, rows, width, forward, backward):
+    """Torch's own attention first; steps make what it does not, and what it may have spoiled."""
+    program, q, v = Bound(text), torch.randn(1, 2, rows, 8), torch.randn(1, 2, rows, width)
+    call = program.call(q, q, v)
+    out, lse = BACKEND.forward(program.lowered, call)
+    given = Backward(out, lse, torch.ones_like(out), None, Wants(True, True, True))
+    for wanted, more in ((forward, ()), (backward, (given,))):
+        found = list(BACKEND.choose(program.lowered, call, *more))
+        assert [type(strategy).__name__ for strategy in found] == wanted.split()
+        assert found[-1].plain == ("softcap" not in text and width == 8)
 
 
 @pytest.mark.parametrize("first", [0, 64, 1000])
