@@ -343,7 +343,7 @@ def kernels_that_never_run() -> Iterator[None]:
 
             with (
                 mock.patch.object(Executable, "launch", launch),
-                mock.patch.object(Hopper, "why_no_device", lambda *_: None),
+                mock.patch.object(Hopper, "why_no_device", return_value=None),
                 mock.patch.multiple(
                     attndsl.backends.hopper.launch,
                     why_wrapped=lambda kernel: None,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attndsl.backends.kernels.absent import AbsentGPU
-from attndsl.backends.tiled.dots import WidenedBackend, why_tiles
+from attndsl.backends.tiled.contractions import WidenedBackend, why_tiles
 from attndsl.compiled import located_call
 from attndsl.errors import AttnDSLError, BackendError, LaunchWarning
 from attndsl.runtime.autograd import attend

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attndsl.backends.dense.reference import ReferenceBackend
+from attndsl.backends.tiled.contractions import WidenedBackend
 from attndsl.backends.tiled.cpu import CPUBackend
-from attndsl.backends.tiled.dots import WidenedBackend
 from attndsl.errors import BackendError
 from attndsl.foundation.caches import CACHES, Reason, memoised
 from attndsl.logs import LOG, tell_once

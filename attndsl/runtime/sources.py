@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.backends.base import UNWRITTEN, Wants
-from attndsl.backends.tiled.dots import Wide, why_tiles
+from attndsl.backends.tiled.contractions import Wide, why_tiles
 from attndsl.errors import ArgumentError, BackendError, UnsupportedError
 
 from .arguments import check_rows, learned, some_captures
