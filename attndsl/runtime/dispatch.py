@@ -15,7 +15,6 @@ from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.dots import WidenedBackend
 from attndsl.errors import BackendError
 from attndsl.logs import LOG, tell_once
-from attndsl.settings import starts_quickly
 from attndsl.uncollected import uncollected
 
 from .programs import default_cache
@@ -176,7 +175,7 @@ def _decode(checked: bool) -> Backend:
 def _fastest(checked: bool) -> Backend:
     from attndsl.backends.generated.for_hopper import fastest_backend
 
-    return fastest_backend(_store(), forget_calls if starts_quickly() else None)
+    return fastest_backend(_store())
 
 
 def _nothing_missing() -> str | None:

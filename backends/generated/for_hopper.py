@@ -9,11 +9,8 @@ from ..triton.decode import Decode
 from ..triton.family import Portable
 from ..triton.short import Short
 from .backend import GeneratedBackend
-from .meanwhile import Meanwhile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ..entries import Store
 
 
@@ -22,12 +19,7 @@ def hopper_backend(store: Store) -> GeneratedBackend:
     return GeneratedBackend("hopper", (Hopper(), Portable()), store)
 
 
-def fastest_backend(store: Store, taken_over: Callable[[], None] | None = None) -> GeneratedBackend:
-    """The same, with the kernels for keys that fit, and those for few rows, before all others.
-
-    With ``taken_over``, portable kernels run calls while Hopper's are compiled, and it is called
-    whenever these take over (see :mod:`.meanwhile`).
-    """
+def fastest_backend(store: Store) -> GeneratedBackend:
+    """The same, with the kernels for keys that fit, and those for few rows, before all others."""
     families = (Short(), Decode(beside_others=True), Hopper(), Portable())
-    meanwhile = None if taken_over is None else Meanwhile(taken_over)
-    return GeneratedBackend("hopper", families, store, meanwhile=meanwhile)
+    return GeneratedBackend("hopper", families, store)
