@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from attndsl.analysis import Analysis
 from attndsl.backends.base import NONE, Call, Signature
+from attndsl.backends.generated.families import GENERATED
 from attndsl.backends.memory_order import rows_contiguous
 from attndsl.compiled import Traced, without_tensors
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
@@ -23,7 +24,6 @@ from attndsl.runtime.arguments import autocast, is_deterministic, joined, kinds_
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import check_has_seed, check_room
 from attndsl.runtime.bind import CallOptions, bind
-from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.doubts import doubts_of_call, tell
 from attndsl.runtime.higher import is_transformed

@@ -31,6 +31,7 @@ from ..triton.family import MAX_HEAD_DIM
 from ..triton.repair import repair_gradients, repair_results, rows_alone
 from ..triton.serve import bits_of_pages, kinds_of_pages, page_facts
 from .describe import describe_kernels
+from .families import make_families, name_of
 from .plan import plan_of
 from .source import source_of
 
@@ -84,7 +85,10 @@ class GeneratedBackend(Backend):
 
     def why_not(self, device: torch.device) -> str | None:
         """Reason why the backend cannot run on ``device``, or None."""
-        return self.families[0].why_no_device(device)
+        # The last family runs wherever another one does.
+        asked = self.families[:-1] or self.families
+        refusals = (family.why_no_device(device) for family in asked)
+        return next((refusal for refusal in refusals if refusal is not None), None)
 
     def check(self, lowered: Lowered, call: Call) -> None:
         """Refuse by name what these kernels cannot do: the limits are the last family's."""
@@ -476,6 +480,12 @@ class GeneratedBackend(Backend):
             rows=number.expand(2, batch, heads, q_len),
             lines=lines_among(lowered, names) if is_backward else NO_LINES,
         )
+
+
+def generated_backend(names: tuple[str, ...], store: Store) -> GeneratedBackend:
+    """The backend of families by their names, which :func:`~.families.families_of` gives."""
+    families, pages = make_families(names)
+    return GeneratedBackend(name_of(names), families, store, pages)
 
 
 def _no_gradients(call: Call, wanted: Wants) -> Gradients:

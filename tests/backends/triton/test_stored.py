@@ -14,7 +14,7 @@ from support.jobs import shares_of
 
 import attndsl
 from attndsl.backends.base import Gradients, StoredDS, Wants
-from attndsl.backends.generated.for_any_gpu import triton_backend
+from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.gradients import pairs
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
@@ -103,7 +103,7 @@ def run(text: str, tensors: dict[str, torch.Tensor], names: str, sizes: Sizes, *
     call = call._replace(q=q, k=k, v=k, **more)
     shares = shares_of(lowered, call, Wants(tensors=frozenset(names)))
     assert frozenset().union(*(own.tensors for own in shares.stored)) == frozenset(names)
-    backend = triton_backend(default_cache())
+    backend = generated_backend(("triton",), default_cache())
     lse = torch.zeros(2, *q.shape[:3])
     again = BackwardState(lowered, call, lse, lse[0], q, backend._layout)
     found = run_extra(again, shares, Gradients(None, None, None, stored_ds=slopes))
