@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from support.fork_server import run_python
+from support.fork_server import compiling, run_python
 from support.jobs import shares_of
 
 import attndsl
@@ -224,7 +223,7 @@ COMPILED = textwrap.dedent(
     """
     import torch
     from attndsl.backends.base import Wants
-    from attndsl.backends.generated.cross import cross_compile
+    from support.cross import cross_compile
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of, with_gradients
     from attndsl.pipeline import lower
@@ -245,7 +244,6 @@ COMPILED = textwrap.dedent(
 
 def test_sixteen_bytes_at_a_time():
     """Of each of two tiles and of a last one, and of sums that are turned: 64 x 64, 128 threads."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = run_python(COMPILED, env=environment)
+    done = run_python(COMPILED, env=compiling())
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split("\n")[:2] == ["12 8 False", "12 4 False"]
