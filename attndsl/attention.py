@@ -8,6 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from attndsl.analysis import Analysis
+from attndsl.backends.generated.families import GENERATED
 from attndsl.call.binding import bound, dispatched
 from attndsl.call.options import call_signature, options_in
 from attndsl.call.prepared import PreparedCalls, check_has_lse
@@ -19,7 +20,6 @@ from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
 from attndsl.refusals import refuse_call
 from attndsl.runtime.arguments import is_deterministic
-from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.location import plain_int
 from attndsl.runtime.profiling import tell_name

@@ -539,9 +539,7 @@ def test_stats_say_why_nothing_is_kept(attndsl, monkeypatch, tmp_path, place):
     assert f"enabled  no: {tmp_path / 'file'} is no folder" in out
 
 
-@pytest.mark.parametrize(
-    "name", ["ATTNDSL_CACHE", "ATTNDSL_CHECKED", "ATTNDSL_QUICK_START", "ATTNDSL_VERIFY"]
-)
+@pytest.mark.parametrize("name", ["ATTNDSL_CACHE", "ATTNDSL_CHECKED", "ATTNDSL_VERIFY"])
 def test_switches_are_on_or_off(monkeypatch, name):
     field = name.partition("_")[2].lower()
     for text, wanted in (("1", True), ("on", True), ("0", False), ("No", False)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +32,7 @@ from ..triton.family import MAX_HEAD_DIM
 from ..triton.repair import repair_gradients, repair_results, rows_alone
 from ..triton.serve import bits_of_pages, kinds_of_pages, page_facts
 from .describe import describe_kernels
+from .families import make_families, name_of
 from .plan import plan_of
 from .source import source_of
 
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from ..kernels.moving import Moving
     from ..requests import ChunkResults, Pages
     from ..triton.serve import PagesLayout, Serve
-    from .meanwhile import Meanwhile
 
 _MAX_LAYOUTS = 4096
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -63,20 +63,15 @@ class GeneratedBackend(Backend):
     binds = True
 
     def __init__(
-        self, name: str, families: tuple[Family, ...], store: Store, pages: Serve | None = None,
-        meanwhile: Meanwhile | None = None,
+        self, name: str, families: tuple[Family, ...], store: Store, pages: Serve | None = None
     ) -> None:  # fmt: skip
-        """A backend of ``families``; the last one runs all calls. ``pages`` reads pages.
-
-        With ``meanwhile`` the last one runs calls while kernels of others are compiled.
-        """
+        """A backend of ``families``; the last one runs all calls. ``pages`` reads pages."""
         self.name = name
         self.families = families
         self._placed = next((family for family in families if family.tells_places), None)
         self.fused = first_with(families, Task.FORWARD_TANGENT) is not None
         self._pages = pages
         self.modules = Modules(store)
-        self._meanwhile = meanwhile
         self._plans: BoundedCache[GradientPlan] = BoundedCache(
             "plans of gradients by program, operands, wanted gradients", _MAX_LAYOUTS
         )
@@ -97,7 +92,10 @@ class GeneratedBackend(Backend):
 
     def why_not(self, device: torch.device) -> str | None:
         """Reason why the backend cannot run on ``device``, or None."""
-        return self.families[0].why_no_device(device)
+        # The last family runs wherever another one does.
+        asked = self.families[:-1] or self.families
+        refusals = (family.why_no_device(device) for family in asked)
+        return next((refusal for refusal in refusals if refusal is not None), None)
 
     def check(self, lowered: Lowered, call: Call) -> None:
         """Refuse by name what these kernels cannot do: the limits are the last family's."""
@@ -132,8 +130,6 @@ class GeneratedBackend(Backend):
             tasks += [(Task.REPAIR, None, None), (Task.REPAIR_GRADIENTS, grad_out, rows)]
         for task, gradient, wants in tasks:
             family = self._family(lowered, call, task, gradient, wants)
-            if not self._is_there(family, lowered, call, task, gradient, wants):
-                family = self.families[-1]
             jobs = family.jobs(lowered, call, task, gradient, wants)
             fixed = family.fixed if task is Task.BACKWARD else ()
             self.modules.start(jobs, fixed, device, False)
@@ -155,8 +151,6 @@ class GeneratedBackend(Backend):
         """See :class:`~attndsl.backends.base.Backend`."""
         if call.q.numel() == 0 or lowered.program.bounded:
             return super().bound_forward(lowered, call)
-        if self._waits(lowered, call, Task.FORWARD):
-            return super().bound_forward(lowered, call)
         layout = self._layout(lowered, call, Task.FORWARD)
         return layout.family.bound_forward(layout, lowered, call)
 
@@ -170,8 +164,6 @@ class GeneratedBackend(Backend):
         ):  # fmt: skip
             return super().bound_backward(lowered, call, backward)
         has_dlse = grad_lse is not None
-        if self._waits(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse):
-            return super().bound_backward(lowered, call, backward)
         layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
         return layout.family.bound_backward(layout, lowered, call, backward)
 
@@ -261,7 +253,7 @@ class GeneratedBackend(Backend):
             for family in self.families:
                 grad_out = family.readable(grad_out, wanted)
             layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
-            if grad_out is given and not (self._meanwhile and self._meanwhile.holds(layout)):
+            if grad_out is given:
                 self._as_given.put(key, layout)
             else:
                 backward = backward._replace(grad_out=grad_out)
@@ -390,76 +382,29 @@ class GeneratedBackend(Backend):
         layout = self._layouts.get(key)
         if layout is None:
             family = self._family(lowered, call, task, grad_out, wanted)
-            asked = _Asked(lowered, call, task, grad_out, wanted, has_dlse)
-            for_now = self._layout_for_now(key, family, asked)
-            if for_now is not None:
-                return for_now
             if LOG.isEnabledFor(logging.INFO):
                 self._tell_family(lowered, call, task, grad_out, wanted)
             # Calls that one family tells apart by their places may be one to this family.
             own = (key[:3], family.name, family.places(call))
             layout = self._layouts.get(own)
             if layout is None:
-                layout = self._made(family, asked)
+                layout = self._made(family, lowered, call, task, grad_out, wanted, has_dlse)
                 if self._placed is not None and family is not self._placed:
                     self._layouts.put(own, layout)
             self._layouts.put(key, layout)
-            if self._meanwhile is not None:
-                self._meanwhile.end(key)
         return layout
 
-    def _made(self, family: Family, asked: _Asked) -> Layout:
+    def _made(
+        self, family: Family, lowered: Lowered, call: Call, task: Task,
+        grad_out: torch.Tensor | None, wanted: Wants | None, has_dlse: bool,
+    ) -> Layout:  # fmt: skip
         """Make the layout of calls like this one, with the kernels of a family."""
-        lowered, call, task, grad_out, wanted, has_dlse = asked
         jobs = family.jobs(lowered, call, task, grad_out, wanted)
         more = {} if grad_out is None else {"do": grad_out}
         layout = self._layout_of(family, jobs, call, has_dlse)
         if grad_out is not None:
             layout = replace(layout, grad_strides=strides(grad_out)[:3])
         return family.layout(layout, jobs, call, more, wanted)
-
-    def _layout_for_now(
-        self, key: tuple[object, ...], family: Family, asked: _Asked
-    ) -> Layout | None:
-        """The last family's layout while kernels of ``family`` are not there; None if they are."""
-        lowered, call, task, grad_out, wanted, has_dlse = asked
-        if self._meanwhile is None:
-            return None
-        if self._is_there(family, lowered, call, task, grad_out, wanted):
-            return None
-        other = self.families[-1]
-        if LOG.isEnabledFor(logging.INFO):
-            tell_once(
-                f"{name_of_call(lowered, call)}: {task.direction} by {other.name} kernels until "
-                f"{family.name} kernels are compiled"
-            )
-        jobs = family.jobs(lowered, call, task, grad_out, wanted)
-        fixed = family.fixed if task is Task.BACKWARD else ()
-        return self._meanwhile.layout(
-            key,
-            lambda: self._made(other, asked),
-            lambda: self.modules.start(jobs, fixed, call.q.device, has_dlse),
-            self.modules.is_compiled,
-        )
-
-    def _is_there(
-        self, family: Family, lowered: Lowered, call: Call, task: Task,
-        grad_out: torch.Tensor | None, wanted: Wants | None,
-    ) -> bool:  # fmt: skip
-        """Return True if a call runs the family's kernels, even if it has to wait for them."""
-        if self._meanwhile is None or not self._meanwhile.is_for(family, call, task, wanted):
-            return True
-        jobs = family.jobs(lowered, call, task, grad_out, wanted)
-        return self.modules.knows(jobs, call.q.device)
-
-    def _waits(
-        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None = None,
-        wanted: Wants | None = None, has_dlse: bool = False,
-    ) -> bool:  # fmt: skip
-        """Return True if calls like this one run other kernels until the best ones are there."""
-        if self._meanwhile is None:
-            return False
-        return self._meanwhile.waits(self._key(lowered, call, task, grad_out, wanted, has_dlse))
 
     def _key(
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
@@ -526,15 +471,10 @@ class GeneratedBackend(Backend):
         )
 
 
-class _Asked(NamedTuple):
-    """A task of a call."""
-
-    lowered: Lowered
-    call: Call
-    task: Task
-    grad_out: torch.Tensor | None
-    wanted: Wants | None
-    has_dlse: bool
+def generated_backend(names: tuple[str, ...], store: Store) -> GeneratedBackend:
+    """The backend of families by their names, which :func:`~.families.families_of` gives."""
+    families, pages = make_families(names)
+    return GeneratedBackend(name_of(names), families, store, pages)
 
 
 @memoised("numbers that rows take their kind from", None)

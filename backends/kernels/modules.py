@@ -153,20 +153,6 @@ class Modules:
                     places.append(_place_of(key, function))
         return places
 
-    def knows(self, jobs: Sequence[Job], device: torch.device) -> bool:
-        """Return True if the kernels of ``jobs`` were made before, here or by another process."""
-        with self._lock:
-            machine = current_machine(device)
-            for job in (given.on(machine) for given in jobs):
-                key = _key(job, job.kernel.family, job.kernel.name, machine)
-                if not (self._modules.get(key) or self._stored(key)):
-                    return False
-            return True
-
-    def is_compiled(self, places: Sequence[_Place]) -> bool:
-        """Return True if all kernels that :meth:`start` has begun are compiled, or have failed."""
-        return self._compilations.are_done(places)
-
     def prepare(
         self, jobs: Sequence[Job], fixed: Sequence[FixedKernel], device: torch.device,
         has_dlse: bool,
