@@ -225,8 +225,9 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
 
         if how.return_lse:
             check_has_lse(self._lowered.program)
-        captures = self._captures_of(given)
-        own, captures = self.variant(captures, sizes_of_operands(*operands[:2]), location)
+        own, captures = self.variant(
+            self._captures_of(given), sizes_of_operands(*operands[:2]), location
+        )
         options = {
             "scale": how.scale, "return_lse": how.return_lse, "seed": how.seed,
             "deterministic": is_deterministic(how.deterministic), "out_dtype": how.out_dtype,

@@ -315,7 +315,7 @@ class Compiled:
             found: Self = getattr(self._traced, self._keep_variant(absent, ones))
             return found
 
-        def make() -> Self:
+        def make() -> Any:
             with pointing_into(self._source):
                 left = {n: x for n, x in self._defaults.items() if n not in absent}
                 return self._like(spec_of_variant(self._spec, absent, ones), left)

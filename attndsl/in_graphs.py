@@ -155,8 +155,9 @@ class InGraphs(Compiled):
             tell_counters()
         q, k, v = operands
         operands = autocast(q), autocast(k), autocast(v)
-        captures = self._captures_of(given)
-        own, captures = self.variant(captures, sizes_of_operands(*operands[:2]), location)
+        own, captures = self.variant(
+            self._captures_of(given), sizes_of_operands(*operands[:2]), location
+        )
         call = bind(own._lowered.program, operands, captures, location, how)
         found = attend_in_graph(own._request, call, how.scale)
         return found if how.return_lse else found[0]

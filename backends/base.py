@@ -76,16 +76,13 @@ class Draws:
 
 
 class Signature:
-    """Signature that calls share: its identity, the program's name, and strides of a backward."""
+    """Identity of a signature that calls share, with the program's name for profiles."""
 
-    __slots__ = ("name", "steps")
+    __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
         """Equal to itself alone."""
         self.name = name
-        self.steps: list[tuple[int, ...]] | None = None
-        """Strides of what a backward of such a call gets: of the call's tensors, of its output and
-        of its log-sum-exp. None before a call with gradients."""
 
 
 NONE: Mapping[str, Any] = MappingProxyType({})

@@ -43,6 +43,7 @@ OTHER = frozenset({"PagedCache"})
 """Classes called ``...Cache`` that hold keys and values of tokens."""
 DOORS = {
     "Attention._prepared": "A",
+    "PreparedCalls._cache": "A",
     "OtherLengths._kept": "B",
     "Attention._of_ones": "C",
     "Attention._variants": "D",
@@ -107,6 +108,10 @@ def doors(sources: Sources, found: list[Cache]) -> list[str]:
     for name, letter in DOORS.items():
         if name in places:
             letters.setdefault(letter, []).append(f"{places[name]}: {name}")
+    if "PreparedCalls._cache" in places:
+        # It is found before the program of a call is looked for, and A is its place.
+        del letters["D"]
+        letters["A"] = [name for name in letters["A"] if "PreparedCalls" in name]
     own = [f"{letter} {', '.join(names)}" for letter, names in letters.items()]
     others = [
         f"- {cache.module}: {cache.name}"

@@ -91,16 +91,18 @@ class BoundCall:
     have in common is found out once (see M54 in docs/measured.md).
     """
 
-    __slots__ = ("backend", "backwards", "form", "forward", "lowered", "precision", "signature")
+    __slots__ = ("backend", "backwards", "form", "forward", "lowered", "precision", "strides")
 
     def __init__(self, backend: Backend, lowered: Lowered, call: Call) -> None:
         """See :func:`bound_call`."""
-        self.backend, self.lowered, self.signature = backend, lowered, call.signature
+        self.backend, self.lowered = backend, lowered
         self.form, _ = call.flatten()
         self.forward = backend.bound_forward(lowered, call)
         self.precision = matmul_precision() if call.q.dtype is torch.float32 else None
         self.backwards: dict[object, BoundBackward] = {}
         """By wanted gradients, strides of the output's gradient, and whether lse has one."""
+        self.strides: list[tuple[int, ...]] | None = None
+        """Strides of what a backward gets: tensors, output, log-sum-exp. The first call tells."""
 
 
 def bound_call(backend: Backend, lowered: Lowered, call: Call) -> BoundCall | None:
@@ -184,13 +186,15 @@ class _Attend(torch.autograd.Function):
         # One argument and one attribute, since each costs time: see M20 in docs/measured.md.
         backend, lowered, call, form, return_lse, bound = job
         out, lse = backend.forward(lowered, call) if bound is None else bound.forward(tensors)
-        signature = call.signature if bound is None else bound.signature
-        if signature is not None and signature.steps is None:
-            signature.steps = [x.stride() for x in (*tensors, out, lse)]
+        strides = None if bound is None else bound.strides
+        if strides is None:
+            strides = [x.stride() for x in (*tensors, out, lse)]
+            if bound is not None:
+                bound.strides = strides
         ctx.set_materialize_grads(False)
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.kept = backend, lowered, form, bound
+        ctx.kept = backend, lowered, form, bound, strides
         # An output that nobody sees takes torch as long as an allocation.
         return (out, public_lse(lse)) if return_lse else out
 
@@ -200,22 +204,25 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        backend, lowered, form, bound = ctx.kept
+        backend, lowered, form, bound, strides = ctx.kept
         saved = ctx.saved_tensors
         *tensors, out, lse = saved
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         wanted = wants_of(ctx.needs_input_grad[1:], form.tensors, form.given)
         results = Backward(out, lse, grad_out, grad_lse, wanted)
-        if bound is not None and _is_like(bound, saved, grad_out, grad_lse):
+        is_laid_out_anew = strides != [x.stride() for x in saved]
+        if (
+            bound is not None and not is_laid_out_anew
+            and _is_like(bound, saved, grad_out, grad_lse)
+        ):  # fmt: skip
             found = _bound_gradients(bound, tensors, results)
             captures = [found.tensors.get(name) for name in form.tensors]
             return (None, found.q, found.k, found.v, *captures)
         refuse_vectorized(grad_out, grad_lse)
         call = form.call(tensors)
-        signature = call.signature
         if (
-            signature is None or signature.steps != [x.stride() for x in saved]
+            call.signature is None or is_laid_out_anew
             or (out.data_ptr() | lse.data_ptr()) % ALIGNED or grad_out.is_neg()
             or (grad_lse is not None and (grad_lse.is_neg() or grad_lse.data_ptr() % ALIGNED))
         ):  # fmt: skip
@@ -230,16 +237,10 @@ class _Attend(torch.autograd.Function):
 def _is_like(
     bound: BoundCall, saved: Tensors, grad_out: torch.Tensor, grad_lse: torch.Tensor | None
 ) -> bool:
-    """Return True if a backward is like those that are bound, and nobody differentiates it.
-
-    Hooks of saved tensors, such as torch's ``save_on_cpu``, may lay them out anew.
-    """
+    """Return True if a backward is like those that are bound, and nobody differentiates it."""
     given = (*saved, grad_out) if grad_lse is None else (*saved, grad_out, grad_lse)
-    signature = bound.signature
     return (
-        not torch.is_grad_enabled()
-        and signature is not None and signature.steps == [x.stride() for x in saved]
-        and grad_out.dtype is saved[0].dtype
+        not torch.is_grad_enabled() and grad_out.dtype is saved[0].dtype
         and (grad_lse is None or grad_lse.is_contiguous()) and _is_usual(given)
         and (bound.precision is None or bound.precision == matmul_precision())
     )  # fmt: skip
