@@ -61,7 +61,7 @@ class Launches:
         return int(torch._C._cuda_getCurrentRawStream(index))
 
     def counter(self, stream: int) -> tuple[int, ...]:
-        """Address of the memory in which programs count, if they do; see :mod:`..kernels.counts`."""
+        """Address of the memory that programs count in, or none; see :mod:`..kernels.counts`."""
         if not self.layout.drawn:
             return ()
         if self._index is not None and torch.cuda.is_current_stream_capturing():
