@@ -12,7 +12,6 @@ from attndsl.errors import BackendError
 from ..device.library import row_statistics
 from ..emit.template import IEEE
 from ..emit.tile_lists import generate_lists
-from ..gradients.pairs import exact_captures
 from ..gradients.terms import is_plain, terms_of
 from ..kernels.arguments import arguments_of
 from ..kernels.compile import build, load_module
@@ -21,6 +20,7 @@ from ..kernels.kernel import Job
 from ..kernels.machine import machine_of
 from ..kernels.modules import list_config
 from ..kernels.tile_lists import STATISTICS_ROWS
+from ..triton.captures.pairs import exact_captures
 from ..triton.kernels import FIXED, KERNELS
 from .source import with_all_tangents
 

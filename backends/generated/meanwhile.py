@@ -54,7 +54,7 @@ class Meanwhile:
         if not family.compiles_long or call.deterministic:
             return False
         if task is Task.BACKWARD and (
-            wanted is None or wanted.tensors or wanted.params or wanted.stores_ds
+            wanted is None or wanted.tensors or wanted.params or wanted.features
         ):
             return False
         return task in (Task.FORWARD, Task.BACKWARD) and not _is_captured()
