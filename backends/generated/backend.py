@@ -14,8 +14,8 @@ from attndsl.ir import NO_ENTRIES
 from attndsl.logs import LOG, tell_once
 
 from ..base import UNWRITTEN, Backend, Gradients, Wants, name_of_call
-from ..gradients.lines import line_gradients, lines_among
 from ..gradients.plan import key_of
+from ..gradients.row_col_sums import line_gradients, lines_among
 from ..gradients.sinks import add_sink_gradients
 from ..kernels.device import outside_of_graphs
 from ..kernels.kernel import Job, Task, first_with, jobs_of, kernels_of, plan_of, task_named

@@ -9,8 +9,8 @@ import torch
 
 from ..base import Gradients
 from ..emit.facts import facts_of, with_gradients
-from ..gradients.lines import line_gradients
 from ..gradients.plan import plan_gradients
+from ..gradients.row_col_sums import line_gradients
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.bound import bound_backward, bound_forward
 from ..kernels.device import on_device, stream_of, why_no_gpu

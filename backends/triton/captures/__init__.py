@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...gradients.lines import Lines, line_gradients
 from ...gradients.plan import captures_of
+from ...gradients.row_col_sums import Lines, line_gradients
 from .distances import BY_DISTANCE
 from .pairs import BY_PAIRS, OF_STORED
 from .scattered import BY_ANY_PAIRS
