@@ -283,8 +283,9 @@ class Wants:
     v: bool = True
     tensors: frozenset[str] = frozenset()
     params: frozenset[str] = frozenset()
-    stores_ds: bool = False
-    """Whether attention kernels store the gradient of each score, of which others are made."""
+    features: tuple[tuple[str, frozenset[str]], ...] = ()
+    """Flags of features that attention kernels have for gradients of captures, each with the
+    tensors and params whose gradients come of it (``hopper/features``)."""
     wide: bool = False
     """Whether the gradients of q, k and v are in fp32, and q, k and v of a half type."""
     partial: bool = False
@@ -332,6 +333,15 @@ class Gradients(NamedTuple):
     stored_ds: StoredDS | None = None
     checks: tuple[torch.Tensor, torch.Tensor] | None = None
     """Numbers that are finite only if the gradient of q is, and if those of k and v are."""
+
+    def plus(
+        self, tensors: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor] = NONE
+    ) -> Gradients:
+        """These gradients and further ones, added where both are of the same capture."""
+        whole = [dict(self.tensors), dict(self.params)]
+        for found, more in zip(whole, (tensors, params), strict=True):
+            found.update({n: found[n] + x if n in found else x for n, x in more.items()})
+        return self._replace(tensors=whole[0], params=whole[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,10 +163,8 @@ class KernelFacts:
     """Which set of fast forms the score and its derivatives may take (``..forms``)."""
     pair_tiles: tuple[PairTile, ...] = ()
     """Of the kernels that read such tiles."""
-    stores_ds: bool = False
-    """Whether the backward stores the gradient of each score (``Wants.stores_ds``)."""
-    adds_diagonals: bool = False
-    """Whether a Hopper backward adds up the gradients of scores along diagonals."""
+    features: tuple[str, ...] = ()
+    """Flags of what a Hopper backward has for gradients of captures (``Wants.features``)."""
     takes_turns: bool = False
     """Whether a Hopper backward adds to sums of dQ in a fixed order (``features/turns.py``)."""
     small_tiles: bool = False
@@ -306,7 +304,7 @@ def with_gradients(facts: KernelFacts, wants: Wants) -> KernelFacts:
         facts,
         tensor_gradients=tuple(sorted(wants.tensors)),
         param_gradients=tuple(sorted(wants.params)),
-        stores_ds=wants.stores_ds,
+        features=tuple(flag for flag, _ in wants.features),
         wide_gradients=wants.wide,
     )
 
@@ -315,8 +313,8 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     """``facts`` for kernels that find tiles, of which one module serves all kernels of a call."""
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
-        pair_tiles=(), stores_ds=False, adds_diagonals=False, takes_turns=False, small_tiles=False,
-        wide_out=False, wide_gradients=False, narrow_dq=False, packed_heads=False, pages=None,
+        pair_tiles=(), features=(), takes_turns=False, small_tiles=False, wide_out=False,
+        wide_gradients=False, narrow_dq=False, packed_heads=False, pages=None,
     )  # fmt: skip
 
 

@@ -15,11 +15,11 @@ from attndsl.ir import NO_ENTRIES
 from attndsl.logs import LOG, tell_once
 
 from ..base import UNWRITTEN, Backend, Gradients, Wants, name_of_call
-from ..gradients.lines import line_gradients, lines_among
 from ..gradients.plan import key_of
+from ..gradients.row_col_sums import line_gradients, lines_among
 from ..gradients.sinks import add_sink_gradients
 from ..kernels.device import outside_of_graphs
-from ..kernels.kernel import Job, Task, first_with, jobs_of, kernels_of
+from ..kernels.kernel import Job, Task, first_with, jobs_of, kernels_of, plan_of, task_named
 from ..kernels.layout import NO_LINES, Layout
 from ..kernels.machine import current_machine
 from ..kernels.modules import Modules
@@ -27,13 +27,13 @@ from ..kernels.moving import moving_of
 from ..kernels.order import heads_per_wave
 from ..kernels.signature import signature_of
 from ..memory_order import empty_like, result_orders, strides, wide_dtype
-from ..triton.extra_kernels import BackwardState, extra_tasks, run_extra
+from ..triton.captures import extra_tasks, run_extra
+from ..triton.captures.kind import BackwardState
 from ..triton.family import MAX_HEAD_DIM
 from ..triton.repair import repair_gradients, repair_results, rows_alone
 from ..triton.serve import bits_of_pages, kinds_of_pages, page_facts
 from .describe import describe_kernels
 from .families import make_families, name_of
-from .plan import plan_of
 from .source import source_of
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class GeneratedBackend(Backend):
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
         machine = current_machine(call.q.device)
         found = {}
-        for job in self._jobs(lowered, call, Task(kind), grad_out, wants):
+        for job in self._jobs(lowered, call, task_named(kind), grad_out, wants):
             job = job.on(machine)
             configs = job.kernel.configs(job, machine)
             more = job.kernel.more_configs
@@ -301,7 +301,7 @@ class GeneratedBackend(Backend):
         wants: Wants | None, kernel: str, config: Config,
     ) -> None:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
-        jobs = self._jobs(lowered, call, Task(kind), grad_out, wants)
+        jobs = self._jobs(lowered, call, task_named(kind), grad_out, wants)
         (job,) = (job for job in jobs if job.kernel.name == kernel)
         self.modules.choose(job, config, call.q.device)
         CACHES.invalidate(Reason.KERNELS)
@@ -404,7 +404,7 @@ class GeneratedBackend(Backend):
         layout = self._layout_of(family, jobs, call, has_dlse)
         if grad_out is not None:
             layout = replace(layout, grad_strides=strides(grad_out)[:3])
-        return family.layout(layout, jobs, call, more, wanted)
+        return family.layout(layout, jobs, call, more)
 
     def _key(
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
@@ -423,7 +423,7 @@ class GeneratedBackend(Backend):
         if layout is None:
             jobs = jobs_of(family, task, lowered, moving.facts())
             layout = self._layout_of(family, jobs, call, False)
-            layout = family.layout(layout, jobs, call, moving.operands, None)
+            layout = family.layout(layout, jobs, call, moving.operands)
             self._layouts.put(key, layout)
         return layout
 
@@ -487,14 +487,7 @@ def _no_gradients(call: Call, wanted: Wants) -> Gradients:
     """Zeros: there are no rows of queries."""
     kind = wide_dtype(wanted.wide)
     dq, dk, dv = (empty_like(x, dtype=kind).zero_() for x in (call.q, call.k, call.v))
-    tensors: dict[str, torch.Tensor] = {}
-    params: dict[str, torch.Tensor] = {}
+    found = Gradients(dq if wanted.q else None, dk if wanted.k else None, dv if wanted.v else None)
     if wanted.tensors or wanted.params:
-        tensors, params = line_gradients(call, wanted, NO_LINES, None, None)
-    return Gradients(
-        q=dq if wanted.q else None,
-        k=dk if wanted.k else None,
-        v=dv if wanted.v else None,
-        tensors=tensors,
-        params=params,
-    )
+        found = found.plus(*line_gradients(call, wanted, NO_LINES, None, None))
+    return found

@@ -14,10 +14,9 @@ from ..emit.facts import facts_of, with_gradients
 from ..emit.local_names import placeholders, with_names
 from ..emit.tangents import moved_name
 from ..kernels.heads import TAIL, headed
-from ..kernels.kernel import Task, first_with, jobs_of, kernels_of
+from ..kernels.kernel import Task, first_with, jobs_of, kernels_of, plan_of, task_named
 from ..kernels.machine import machine_of
-from ..triton.extra_kernels import extra_tasks
-from .plan import plan_of
+from ..triton.captures import extra_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +70,7 @@ def _task_of(family: Family, direction: str) -> Task:
     """Task that a family runs for a direction that users name."""
     if direction == "tangent" and kernels_of(family, Task.FORWARD_TANGENT):
         return Task.FORWARD_TANGENT
-    return Task(direction)
+    return task_named(direction)
 
 
 def _jobs(

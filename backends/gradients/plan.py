@@ -1,10 +1,13 @@
-"""Gradients of captured tensors and params, and the kernels that make them.
+"""The plan of gradients of captured tensors and params: decided once, read everywhere else.
 
 Those that are sums along rows or columns come with dQ or dK and dV, nearly free. Others have a
 kernel of their own, which makes the gradient of the score again: along diagonals, for what varies
 with the distance; tile by tile, where pairs look up an element each; and by exact additions, where
-any pairs may meet in any element. Attention kernels may make more of them, or store the score's
-gradient and leave but sums of it to be made tile by tile.
+any pairs may meet in any element. ``triton/captures`` has a module for each such kind.
+
+Attention kernels may have features that make more of them, or store the score's gradient and leave
+but sums of it to be made tile by tile (``hopper/features``). Jobs, facts, layouts and results read
+``GradientPlan.lines`` and the shares, and ask nothing of this again.
 """
 
 from __future__ import annotations
@@ -12,19 +15,50 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .distances import by_distance
-from .pairs import by_pairs
-from .scattered import together_of
+from ..base import Wants
 from .sinks import without_sinks
 from .terms import terms_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Wants
-    from .pairs import Rest
+    from ..base import Call
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Kind:
+    """One way to make gradients by kernels of their own."""
+
+    name: str
+    takes: Callable[[Lowered, Call, frozenset[str]], Iterable[tuple[frozenset[str], Rest | None]]]
+    """Groups of the names that it makes gradients of, one a launch, and what is summed up first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Numbers of batch entries and heads that a tensor does not tell apart."""
+
+    batches: int
+    heads: int
+    """Neighbouring query heads."""
+
+    @property
+    def members(self) -> int:
+        """Heads of all batch entries that have the same elements."""
+        return self.batches * self.heads
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Tensors and params whose gradients one launch makes."""
+
+    kind: str
+    """Name of the :class:`Kind`."""
+    names: frozenset[str]
+    rest: Rest | None = None
+    """Numbers that are summed up before any pairs meet; None where each pair is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,44 +66,51 @@ class GradientPlan:
     """A partition of the wanted tensors and params; those of a sink alone are in none."""
 
     lines: Wants
-    """Sums along rows and columns; what does not vary at all, and so has a gradient of zero."""
-    distances: Wants
-    pairs: tuple[Wants, ...]
-    """One for each kernel launch."""
-    others: Wants
-    together: Rest | None
-    """What a kernel sums up of ``others`` before any pairs meet; None where each pair is added."""
-    stored: tuple[Wants, ...] = ()
-    """Sums of dS that the attention kernels store, one for each kernel launch."""
+    """Gradients that the attention kernels make: of q, k and v; sums along rows and columns; zeros,
+    of what does not vary at all; and those of features."""
+    shares: tuple[Share, ...] = ()
+
+    def with_feature(
+        self, flag: str, names: frozenset[str], kind: str | None = None
+    ) -> GradientPlan:
+        """The plan whose attention kernels have a feature for the gradients of ``names``.
+
+        Kernels of ``kind`` make them of what it stores; with None it makes them itself.
+        """
+        shares = [replace(share, names=share.names - names) for share in self.shares]
+        if kind is not None:
+            own = (replace(share, kind=kind, names=share.names & names) for share in self.shares)
+            shares.extend(own)
+        lines = replace(self.lines, features=(*self.lines.features, (flag, names)))
+        return GradientPlan(lines, tuple(share for share in shares if share.names))
+
+    def of_kind(self, kind: str) -> tuple[Share, ...]:
+        """The shares of one kind."""
+        return tuple(share for share in self.shares if share.kind == kind)
 
 
-def plan_gradients(lowered: Lowered, call: Call, wants: Wants) -> GradientPlan:
-    """Assign the gradients that ``wants`` names to the kernels that make them."""
+def plan_gradients(
+    kinds: Sequence[Kind], lowered: Lowered, call: Call, wants: Wants
+) -> GradientPlan:
+    """Assign the gradients that ``wants`` names to the first of ``kinds`` that takes each."""
     scored = without_sinks(lowered, wants)
-    nothing = replace(scored, q=False, k=False, v=False, tensors=frozenset(), params=frozenset())
     full = {name for name in scored.tensors if call.tensors[name].numel()}
-    along: dict[str, set[str]] = {}
-    for term in terms_of(lowered, full | scored.params):
-        along.setdefault(term.name, set()).add(term.along)
-    # Sums along diagonals leave the attention kernels alone, which lines do not.
-    diagonal = by_distance(lowered, call, along.keys())
-    apart = {name for name, found in along.items() if "pair" in found} - diagonal
-    exact = by_pairs(lowered, call, apart)
-    lines = replace(
-        scored,
-        tensors=scored.tensors - diagonal - apart,
-        params=scored.params - diagonal,
-    )
-    others = frozenset(apart).difference(*exact)
-    return GradientPlan(
-        lines=lines,
-        distances=replace(
-            nothing, tensors=scored.tensors & diagonal, params=scored.params & diagonal
-        ),
-        pairs=tuple(replace(nothing, tensors=names) for names in exact),
-        others=replace(nothing, tensors=others),
-        together=together_of(lowered, call, others),
-    )
+    left = frozenset(term.name for term in terms_of(lowered, full | scored.params))
+    shares = []
+    for kind in kinds:
+        for names, rest in kind.takes(lowered, call, left):
+            if names:
+                shares.append(Share(kind.name, names, rest))
+                left -= names
+    names = frozenset[str]().union(*(share.names for share in shares))
+    lines = replace(scored, tensors=scored.tensors - names, params=scored.params - names)
+    return GradientPlan(lines, tuple(shares))
+
+
+def captures_of(call: Call, names: frozenset[str]) -> Wants:
+    """The gradients of the tensors and params ``names``, and no others."""
+    tensors = names.intersection(call.tensors)
+    return Wants(q=False, k=False, v=False, tensors=tensors, params=names - tensors)
 
 
 def key_of(lowered: Lowered, call: Call, wants: Wants) -> Hashable:

@@ -19,7 +19,6 @@ import torch
 
 from attndsl.ir import leaf_names
 
-from ..base import Gradients
 from ..log_sum import log_sum
 from ..tiled.capture_gradients import CaptureSums
 from ..tiled.step_plan import QueryStep
@@ -28,7 +27,7 @@ from ..tiled.tile_expressions import Expressions
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Wants
+    from ..base import Call, Gradients, Wants
 
 
 def without_sinks(lowered: Lowered, wants: Wants) -> Wants:
@@ -78,10 +77,4 @@ def add_sink_gradients(
         rows = log_sum(lse).of_sink(logit, delta[..., :q_len, None])
         total = -rows.sum(2, keepdim=True, dtype=torch.float64)
         sums.add(sums.of(sink), total, tile)
-    tensors = dict(found.tensors)
-    for name, part in sums.tensors().items():
-        tensors[name] = tensors[name] + part if name in tensors else part
-    params = dict(found.params)
-    for name, part in sums.params().items():
-        params[name] = params[name] + part if name in params else part
-    return Gradients(q=found.q, k=found.k, v=found.v, tensors=tensors, params=params)
+    return found.plus(sums.tensors(), sums.params())

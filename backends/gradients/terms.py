@@ -69,11 +69,6 @@ def terms_of(lowered: Lowered, names: Collection[str]) -> tuple[Term, ...]:
     return tuple(Term(leaf, by_source) for leaf, by_source in factors.items())
 
 
-def lines_of(lowered: Lowered, names: Collection[str], along: str) -> tuple[Term, ...]:
-    """The terms of ``names`` that are sums along rows (``row``) or columns (``column``)."""
-    return tuple(term for term in terms_of(lowered, names) if term.along == along)
-
-
 def is_plain(term: Term) -> bool:
     """Return True if all indices name positions, batch entries and heads, each at most once."""
     found = [index.value for index in term.leaf.args if index.op is Op.VAR]

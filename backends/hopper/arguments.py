@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -10,33 +9,16 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from ..kernels.arguments import capture_types, template_argument
 from ..kernels.compile import Argument
 from ..kernels.kernel import Task
-from .blocks import BYTES_OF_TYPES, block_width
+from .blocks import BYTES_OF_TYPES, Block, block_width
+from .features import BUFFERS, FEATURES
 from .features.bias import pair_block
 
 if TYPE_CHECKING:
-    from attndsl.pipeline import Lowered
-
     from ..emit.facts import KernelFacts, PairTile
     from ..kernels.config import Config
 
 _ROWS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-_SLOPES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _STATISTICS = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Block that a descriptor moves at once, and its layout in shared memory."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    """Triton's name."""
-    layout: NVMMASharedLayout
-
-    @property
-    def type(self) -> str:
-        """Triton's name of the descriptor's type."""
-        return f"tensordesc<{self.dtype}[{', '.join(map(str, self.shape))}],{self.layout!r}>"
 
 
 def moved_argument(name: str) -> str:
@@ -68,8 +50,9 @@ def blocks_of(task: Task, facts: KernelFacts, config: Config) -> dict[str, Block
             own |= {moved_argument(name): block for name, block in own.items()}
         return pairs | own
     statistics = Block((m,), "fp32", _STATISTICS)
-    if facts.stores_ds:
-        pairs["slopes_desc"] = Block((n, m), facts.dtype, _SLOPES)
+    for feature in FEATURES:
+        if feature.flag in facts.features:
+            pairs |= {x.name: x.block(facts, config) for x in feature.stores if x.block}
     return pairs | {
         "q_desc": rows(m, d),
         "k_desc": rows(n, d),
@@ -90,14 +73,6 @@ def _pair_block(tile: PairTile, shape: tuple[int, int, int]) -> Block:
     return Block((*(1,) * len(tile.leading), queries, keys), tile.dtype, layout)
 
 
-def is_drawn(lowered: Lowered, facts: KernelFacts, config: Config) -> bool:
-    """Return True if programs draw their items by a counter: those of a mask differ in length.
-
-    Those that take turns must be taken in their order.
-    """
-    return config.persistent and (lowered.program.mask is not None or facts.takes_turns)
-
-
 def arguments_of(task: Task, function: Any, facts: KernelFacts, config: Config) -> list[Argument]:
     """Types of all arguments of the kernel of a task, by their names."""
     blocks = blocks_of(task, facts, config)
@@ -106,9 +81,9 @@ def arguments_of(task: Task, function: Any, facts: KernelFacts, config: Config) 
     for name in function.arg_names:
         if name in blocks:
             found.append(Argument(name, blocks[name].type))
-        elif name in ("COLUMN_SUMS", "FACTOR_SUMS", "DISTANCE_SUMS", "CHECKS"):
-            found.append(Argument(name, "*fp32", aligned=True))
-        elif name in ("COUNTER", "TURNS"):
+        elif name in BUFFERS:
+            found.append(Argument(name, BUFFERS[name].type, aligned=True))
+        elif name == "COUNTER":
             found.append(Argument(name, "*i32", aligned=True))
         else:
             found.append(captures.get(name) or template_argument(name, facts))

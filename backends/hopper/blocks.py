@@ -5,16 +5,34 @@ Non-goals: what they take together (:mod:`.memory`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..kernels.kernel import Task
 
 if TYPE_CHECKING:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
     from ..emit.facts import KernelFacts
 
 BYTES_OF_TYPES = {"fp32": 4, "fp16": 2, "bf16": 2, "i8": 1}
 ADDRESS_BYTES = 16
 """Addresses and strides that the tensor memory accelerator takes are multiples of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Block that a descriptor moves at once, and its layout in shared memory."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Triton's name."""
+    layout: NVMMASharedLayout
+
+    @property
+    def type(self) -> str:
+        """Triton's name of the descriptor's type."""
+        return f"tensordesc<{self.dtype}[{', '.join(map(str, self.shape))}],{self.layout!r}>"
 
 
 def block_width(head_dim: int) -> int:

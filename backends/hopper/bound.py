@@ -179,8 +179,7 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch
     last = last_arguments(layout, call, numbers)
     if (
         last is None or facts.pair_tiles or layout.lists or call.room is not None
-        or facts.takes_turns or facts.adds_diagonals or wanted.stores_ds
-        or layout.learned.column or layout.learned.factor
+        or layout.stores or layout.sums
         or (grad_lse is not None and not grad_lse.is_contiguous())
     ):  # fmt: skip
         return None

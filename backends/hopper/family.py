@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..base import Gradients, StoredDS
+from ..base import Gradients
 from ..emit.facts import facts_of, with_gradients
 from ..gradients.plan import plan_gradients
 from ..kernels.arguments import call_numbers, capture_arguments
@@ -17,15 +17,15 @@ from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Job, Task, kernels_of
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_fp32, given_room, memory_order, wide_dtype
+from ..triton.captures import KINDS
 from .bound import FLOAT_BYTES, Launches, backward_of, forward_of
 from .copies import room_for
-from .distances import empty_sums, with_diagonals, with_distances, with_summed
+from .features import BY_FLAG, FEATURES
 from .kernels import FIXED, KERNELS
-from .launch import RowStatistics, TensorMaps, addresses, descriptor_strides
+from .launch import RowStatistics, TensorMaps, descriptor_strides
 from .layout import HopperLayout, layout_of
 from .learned import Statistics, gradients_of_parts
 from .pair_tiles import window, with_pair_tiles
-from .stored import empty_ds, with_stored
 from .tangents import launch_with_tangents, readable
 from .tiles import has_small_tiles
 from .why_not import most_head_dim, why_not
@@ -100,9 +100,12 @@ class Hopper:
         return call.deterministic, dtypes, call.v.shape, readable
 
     def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> GradientPlan:
-        """The usual plan, but the backward adds up diagonals and stores dS if needed."""
-        stored = with_stored(plan_gradients(lowered, call, wanted), lowered, call)
-        return with_summed(stored, lowered, call)
+        """The portable kernels' plan, but for what features of the backward take."""
+        plan = plan_gradients(KINDS, lowered, call, wanted)
+        for feature in FEATURES:
+            if feature.takes is not None:
+                plan = feature.takes(plan, lowered, call)
+        return plan
 
     def readable(self, grad_out: torch.Tensor, wanted: Wants) -> torch.Tensor:
         """``grad_out``, or a copy at an address that suits.
@@ -110,7 +113,7 @@ class Hopper:
         Other kernels have other shares of the gradients of captures.
         """
         if descriptor_strides(grad_out) is None and (
-            wanted.tensors or wanted.params or wanted.stores_ds or not grad_out.is_contiguous()
+            wanted.tensors or wanted.params or wanted.features or not grad_out.is_contiguous()
         ):
             return grad_out.clone(memory_format=torch.contiguous_format)
         return grad_out
@@ -122,7 +125,7 @@ class Hopper:
         """See :class:`~..kernels.kernel.Family`."""
         facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
         if wanted is not None:
-            facts = with_diagonals(with_gradients(facts, wanted), lowered, call)
+            facts = with_gradients(facts, wanted)
             narrow = wanted.wide and _is_narrow(call)
             facts = replace(facts, narrow_dq=narrow, takes_turns=call.deterministic)
         masked = lowered.program.mask is not None
@@ -132,12 +135,11 @@ class Hopper:
         return (Job(kernel, lowered, with_pair_tiles(facts, lowered, call, task)),)
 
     def layout(
-        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],
-        wanted: Wants | None,
-    ) -> Layout:  # fmt: skip
+        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor]
+    ) -> Layout:
         """See :class:`~..kernels.kernel.Family`."""
         (job,) = jobs
-        return layout_of(layout, job, call, more, wanted)
+        return layout_of(layout, job, call, more)
 
     def forward(
         self, layout: Layout, lowered: Lowered, call: Call
@@ -171,43 +173,42 @@ class Hopper:
         """See :class:`~..kernels.kernel.Family`."""
         assert isinstance(layout, HopperLayout)
         _, lse, _, grad_lse, wanted = backward
-        buffers = _buffers(layout, lowered, call, backward)
+        buffers = _buffers(layout, call, backward)
         with on_device(call.q.device):
             stream = stream_of(call.q.device)
             of_pairs = _read_by_tiles(layout, call)
             _prepare(layout, backward, buffers, stream)
             self._launch_backward(layout, lowered, call, backward, buffers, of_pairs, stream)
             dq = _dq(layout, call, buffers, stream) if wanted.q else None
-        tensors: dict[str, torch.Tensor] = {}
-        params: dict[str, torch.Tensor] = {}
-        if layout.others.tensors or layout.others.params:
-            delta = buffers.row_delta()
-            statistics = Statistics(lse, delta, grad_lse, buffers.factors, buffers.columns)
-            tensors, params = gradients_of_parts(
-                lowered, call, layout.learned, layout.others, statistics
-            )
+        made = buffers.of_features
         gradients = Gradients(
-            q=dq,
-            k=buffers.dk if wanted.k else None,
-            v=buffers.dv if wanted.v else None,
-            tensors=tensors,
-            params=params,
-            stored_ds=buffers.stored_ds,
+            dq,
+            buffers.dk if wanted.k else None,
+            buffers.dv if wanted.v else None,
             checks=buffers.checks_of_results(),
         )
-        if buffers.distances is not None:
-            config = layout.launches["backward_kv"].executable.config
-            own = layout.distances
-            gradients = with_distances(lowered, call, buffers.distances, config, own, gradients)
+        if wanted.tensors or wanted.params:
+            statistics = Statistics(
+                lse, buffers.row_delta(), grad_lse, made.get("FACTOR_SUMS"), made.get("COLUMN_SUMS")
+            )
+            parts = gradients_of_parts(lowered, call, layout.learned, wanted, statistics)
+            gradients = gradients.plus(*parts)
+        for flag, names in wanted.features:
+            collect = BY_FLAG[flag].collect
+            assert collect is not None
+            gradients = collect(lowered, call, names, made, gradients)
         return gradients, buffers.row_delta
 
     def _launch_backward(
         self, layout: HopperLayout, lowered: Lowered, call: Call, backward: Backward,
         buffers: _Buffers, of_pairs: list[torch.Tensor], stream: int,
     ) -> None:  # fmt: skip
-        views, of, orders = layout.views, self._maps.of, layout.orders
-        name, stored_ds = "backward_kv", buffers.stored_ds
-        sums = (buffers.columns, buffers.factors, buffers.distances, buffers.turns, buffers.checks)
+        name, orders = "backward_kv", layout.orders
+        made, stores = buffers.of_features, list[object]()
+        for x in layout.stores:
+            own = made[x.name]
+            seen = [own.data_ptr()] if x.block is None else self._maps.of(layout.views[x.name], own)
+            stores += seen
         layout.launches[name].run(
             layout.programs, stream,
             [
@@ -216,12 +217,10 @@ class Hopper:
                 ),
                 buffers.shift, buffers.dq_sums, buffers.dk.data_ptr(), buffers.dv.data_ptr(),
                 *self._pair_maps(layout, of_pairs),
-                *(() if stored_ds is None else of(views["slopes_desc"], stored_ds.values)),
-                *(() if stored_ds is None else addresses(stored_ds.stored)),
-                *self._counter(layout, call.q.device, stream), *call_numbers(layout.sizes, call),
+                *stores, *self._counter(layout, call.q.device, stream),
+                *call_numbers(layout.sizes, call),
                 buffers.statistics.padded, *orders.k.rows, *orders.v.rows,
-                layout.heads_per_wave[name],
-                *(part for part in sums if part is not None),
+                layout.heads_per_wave[name], *(made[x.name] for x in layout.sums),
                 *capture_arguments(layout.facts, call),
                 *(lists_of(layout, lowered, call, name, stream) if layout.lists else ()),
             ],
@@ -279,40 +278,29 @@ class _Buffers(NamedTuple):
     statistics: RowStatistics
     dk: torch.Tensor
     dv: torch.Tensor
-    columns: torch.Tensor | None
-    """(batch, heads, kv_len) fp32: sums of dS, where columns learn."""
-    factors: torch.Tensor | None
-    """(batch, heads, parts) fp32: sums of K * dK before the scale, where factors learn."""
-    stored_ds: StoredDS | None
-    distances: torch.Tensor | None
-    """See :func:`.distances.empty_sums`."""
-    turns: torch.Tensor | None
-    """(batch, heads, query tiles) int32, zeros: how many work tiles have added to sums of dQ."""
-
-    checks: torch.Tensor | None
-    """(2, batch, kv_heads, kv_len) fp32: see :attr:`..base.Gradients.checks`."""
+    of_features: Mapping[str, torch.Tensor]
+    """See :class:`.features.feature.Buffer`; by argument."""
 
     def checks_of_results(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Checks of q's gradient, and of k's and v's, if kernels make them; see :mod:`.sums`."""
-        if self.checks is None:
+        checks = self.of_features.get("CHECKS")
+        if checks is None:
             return None
         rests = self.statistics.parts(self.memory)[1]
-        return rests[: self.statistics.dq_programs], self.checks
+        return rests[: self.statistics.dq_programs], checks
 
     def row_delta(self) -> torch.Tensor:
         """Delta (batch, heads, padded rows)."""
         return self.statistics.parts(self.memory)[2].view(self.statistics)
 
 
-def _buffers(layout: HopperLayout, lowered: Lowered, call: Call, backward: Backward) -> _Buffers:
-    lse, wanted, learned = backward.lse, backward.wanted, layout.learned
-    k, v, orders, kind = call.k, call.v, layout.orders, wide_dtype(wanted.wide)
+def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
+    k, v, orders, kind = call.k, call.v, layout.orders, wide_dtype(backward.wanted.wide)
     config = layout.launches["backward_kv"].executable.config
     batch, heads, padded = statistics = layout.statistics
     rows = batch * heads * padded
     memory = empty_fp32(k, rows * (3 + layout.columns))
     first = memory.data_ptr()
-    kv_tiles = -(-k.shape[2] // config.block_n)
     return _Buffers(
         memory=memory,
         shift=first,
@@ -322,16 +310,9 @@ def _buffers(layout: HopperLayout, lowered: Lowered, call: Call, backward: Backw
         statistics=statistics,
         dk=orders.k.empty(k, kind),
         dv=orders.v.empty(v, kind),
-        columns=empty_fp32(k, batch, heads, k.shape[2]) if learned.column else None,
-        factors=empty_fp32(k, batch, heads, 2 * kv_tiles) if learned.factor else None,
-        stored_ds=empty_ds(call, config) if wanted.stores_ds else None,
-        distances=empty_sums(call, config) if layout.facts.adds_diagonals else None,
-        turns=lse.new_zeros(
-            (batch, heads, -(-call.q.shape[2] // config.block_m)), dtype=torch.int32
-        )
-        if layout.facts.takes_turns
-        else None,
-        checks=empty_fp32(k, 2, *k.shape[:3]) if lowered.program.bounded else None,
+        of_features={
+            buffer.name: buffer.empty(call, config) for buffer in (*layout.stores, *layout.sums)
+        },
     )
 
 

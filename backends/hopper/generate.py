@@ -22,17 +22,9 @@ from ..emit.text import wrapped
 from ..kernels.kernel import Task
 from ..log_sum import FAR
 from .blocks import block_width, is_above_128
-from .features.bias import BIAS
-from .features.diagonals import DIAGONALS
-from .features.dropout import DROPOUT
+from .features import FEATURES
 from .features.feature import ModuleSpec, parts_of
-from .features.persistence import PERSISTENCE
-from .features.row_max import BOUNDED, FIXED_MAX, HALVES
-from .features.skips import SKIPS, own_tiles
-from .features.stored_ds import STORED_DS
-from .features.sums import CHECKS, COLUMN_SUMS, FACTOR_SUMS
-from .features.tangents import TANGENTS
-from .features.turns import TURNS
+from .features.skips import own_tiles
 from .functions import print_functions, weights_and_factor
 from .learned import Learned, learned_in_kernel
 from .memory import has_own_output, query_slots
@@ -46,11 +38,6 @@ if TYPE_CHECKING:
     from ..kernels.config import Config
     from ..kernels.kernel import Job
 
-FEATURES = (
-    BIAS, STORED_DS, PERSISTENCE, COLUMN_SUMS, FACTOR_SUMS, DIAGONALS, DROPOUT, BOUNDED, FIXED_MAX,
-    HALVES, SKIPS, TANGENTS, TURNS, CHECKS,
-)  # fmt: skip
-"""Their order is that of the kernel's arguments."""
 _TEMPLATES = {
     Task.FORWARD: ("forward_produce", "forward", "forward_kernel", "forward_entry"),
     Task.FORWARD_TANGENT: ("forward_produce", "forward_tangent", "forward_kernel", "tangent_entry"),
@@ -180,12 +167,7 @@ def _flags(spec: ModuleSpec) -> Flags:
         "FP32_ROWS": facts.wide_gradients,
         # Gradients of q, k and v are repaired (:mod:`..triton.repair`), and others are not.
         "SPARES_DEAD": program.bounded
-        and bool(
-            facts.tensor_gradients
-            or facts.param_gradients
-            or facts.stores_ds
-            or facts.adds_diagonals
-        ),
+        and bool(facts.tensor_gradients or facts.param_gradients or facts.features),
     }
 
 

@@ -15,12 +15,13 @@ from ..kernels.pair_work import instructions
 from ..log_sum import FAR
 from .arguments import arguments_of
 from .blocks import block_width, widest
+from .features import BY_FLAG
 from .features.skips import parts_of_lists
 from .generate import generate, has_wide_lines, has_wide_pairs
 from .memory import deepened
 from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
-from .tiles import CANDIDATES, candidates, for_busy_producers, for_lengths, with_few_keys
+from .tiles import CANDIDATES, candidates, for_lengths, with_few_keys
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
@@ -85,8 +86,9 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
         found = tuple(dict.fromkeys(narrow))
     if not forward and _is_mostly_mask(job):
         found = tuple(config for config in found if config.peeled)
-    if facts.adds_diagonals:
-        found = for_busy_producers(found)
+    for flag in facts.features:
+        change = BY_FLAG[flag].configs
+        found = found if change is None else change(found)
     if facts.takes_turns:
         # Programs take work tiles in their order, one after the other.
         found = tuple(config for config in found if config.persistent)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..kernels.compile import Executable
-    from .arguments import Block
+    from .blocks import Block
 
 _MAX_MAPS = 4096
 """Some 600 bytes each. A training step has four a layer in its forward, six in its backward."""
@@ -194,8 +194,3 @@ def descriptor_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
             return None
         steps.append(step)
     return (*steps, 1)
-
-
-def addresses(*tensors: torch.Tensor) -> list[int]:
-    """Pointers as numbers, of which the launcher does not ask the driver what they point to."""
-    return [tensor.data_ptr() for tensor in tensors]

@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..base import Wants
+from attndsl.passes.tiles.plan import LoopPlan
+
 from ..kernels.kernel import Task
 from ..kernels.layout import Layout
 from ..kernels.order import processors_of
 from ..kernels.signature import PADDING
 from ..memory_order import given_room
-from .arguments import blocks_of, is_drawn, moved_argument
+from .arguments import blocks_of, moved_argument
 from .blocks import block_width
 from .copies import room_for
-from .distances import split
+from .features import FEATURES
+from .features.feature import ModuleSpec, OwnTiles
+from .features.persistence import is_drawn
 from .launch import RowStatistics, Views, descriptor_strides, launch_of, view
 from .learned import Learned, learned_in_kernel
 from .pair_tiles import is_readable, window
-from .stored import empty_ds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from ..base import Call
     from ..kernels.config import Config
     from ..kernels.kernel import Job
+    from .features.feature import Buffer, Feature
     from .launch import Launch, View
 
 
@@ -53,10 +56,9 @@ class HopperLayout(Layout):
     """Whether these draw their tiles by a counter."""
     copied: tuple[int, ...] = ()
     """Numbers of those of the ``pair_tiles`` that are copied first."""
-    distances: Wants = field(default_factory=Wants)
-    """Gradients that come of sums along diagonals."""
-    others: Wants = field(default_factory=Wants)
-    """All others."""
+    stores: tuple[Buffer, ...] = ()
+    """Buffers of a backward's features: what they store, and what they add to."""
+    sums: tuple[Buffer, ...] = ()
 
 
 def statistics_of(call: Call) -> RowStatistics:
@@ -66,7 +68,7 @@ def statistics_of(call: Call) -> RowStatistics:
 
 
 def layout_of(
-    layout: Layout, job: Job, call: Call, more: Mapping[str, torch.Tensor], wanted: Wants | None
+    layout: Layout, job: Job, call: Call, more: Mapping[str, torch.Tensor]
 ) -> HopperLayout:
     """``layout`` with what Hopper's launches need; see :class:`~..kernels.kernel.Family`."""
     kernel, facts = job.kernel, layout.facts
@@ -81,12 +83,13 @@ def layout_of(
             own = room_for(own)
             copied.append(number)
         views[name] = view(own, own.stride(), blocks[name], encoders.get(name))
+    features = _with_buffers(job, config)
     rows = _rows(job, layout, call, more)
     for name, tensor in rows.items():
         steps = descriptor_strides(tensor)
         assert steps is not None
         views[name] = view(tensor, steps, blocks[name], encoders.get(name))
-    for name, tensor in _of_backward(job, call, config).items():
+    for name, tensor in _of_backward(job, call, config, features).items():
         views[name] = view(tensor, tensor.stride(), blocks[name], encoders.get(name))
     operands = Views(tuple(views[name] for name in rows))
     if Task.BACKWARD in kernel.tasks:
@@ -103,14 +106,13 @@ def layout_of(
     )
     if Task.BACKWARD not in kernel.tasks:
         return found
-    distances, others = split(job.lowered, call, wanted or Wants())
     return replace(
         found,
         columns=block_width(call.q.shape[3]),
         statistics=statistics_of(call),
         learned=learned_in_kernel(job.lowered, facts),
-        distances=distances,
-        others=others,
+        stores=tuple(buffer for feature in features for buffer in feature.stores),
+        sums=tuple(buffer for feature in features for buffer in feature.sums),
     )
 
 
@@ -141,15 +143,25 @@ def _rows(
     return operands | {"o_desc": order.empty(call.q) if room is None else room}
 
 
-def _of_backward(job: Job, call: Call, config: Config) -> dict[str, torch.Tensor]:
+def _with_buffers(job: Job, config: Config) -> tuple[Feature, ...]:
+    """Features of a backward that have buffers; they depend on no loop."""
+    if Task.BACKWARD not in job.kernel.tasks:
+        return ()
+    spec = ModuleSpec(job.lowered, job.facts, Task.BACKWARD, LoopPlan(), config, OwnTiles())
+    return tuple(x for x in FEATURES if (x.stores or x.sums) and x.applies(spec))
+
+
+def _of_backward(
+    job: Job, call: Call, config: Config, features: tuple[Feature, ...]
+) -> dict[str, torch.Tensor]:
     """Tensors that a backward alone sees by blocks; shapes and strides count, not values."""
     if Task.BACKWARD not in job.kernel.tasks:
         return {}
     rows = torch.empty(statistics_of(call).number, device=call.q.device)
     found = {"lse_desc": rows, "delta_desc": rows}
-    if job.facts.stores_ds:
-        stored_ds = empty_ds(call._replace(q=call.q.to("meta")), config)
-        found["slopes_desc"] = stored_ds.values.flatten(0, 2)
+    alike = call._replace(q=call.q.to("meta"))
+    for buffer in (x for feature in features for x in feature.stores if x.block is not None):
+        found[buffer.name] = buffer.empty(alike, config).flatten(0, -2)
     return found
 
 

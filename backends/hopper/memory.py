@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from ..kernels.config import shared_memory_of
 from ..kernels.kernel import Task
 from .blocks import block_width, widest
-from .features.bias import bias_bytes
-from .features.diagonals import diagonal_bytes
-from .features.dropout import kept_bytes
+from .features import FEATURES
 
 if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
@@ -20,8 +18,6 @@ _REST = 768
 """Barriers, and what a work tile is: bytes, rounded up."""
 _OVERFLOWED = 384
 """Whether weights of a forward's consumers, at most three, were too large: bytes, rounded up."""
-_TURNS = 256
-"""Turns of two query tiles, and their barriers: bytes, rounded up."""
 _TURNED = 16384
 """Bytes in which a backward's rows of dK and dV get from who has computed to who stores them; above
 head dim 128 the places of k and v."""
@@ -85,5 +81,4 @@ def shared_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
 
 
 def _feature_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
-    found = bias_bytes(task, facts, config) + kept_bytes(task, facts, config)
-    return found + diagonal_bytes(facts) + _TURNS * facts.takes_turns
+    return sum(feature.shared_bytes(task, facts, config) for feature in FEATURES)

@@ -14,7 +14,6 @@ from ..emit.facts import facts_of, with_gradients
 from ..kernels.kernel import Job, Task
 from ..kernels.machine import machine_of
 from .blocks import block_width
-from .distances import among
 from .kernels import KERNELS
 from .launch import descriptor_strides
 from .learned import learned_parts
@@ -67,7 +66,7 @@ def why_not(
             names = wants.tensors | wants.params
             if dropout is not None and names & leaf_names(dropout):
                 return "gradients of what decides on dropout are added up pair by pair"
-            learned = learned_parts(lowered, names - among(lowered, call, names))
+            learned = learned_parts(lowered, names)
             if isinstance(learned, str):
                 return learned
             if learned.row and wants.partial:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..base import Call
     from ..emit.facts import KernelFacts
+    from .config import Config
 
 _STATISTICS = (
     "LSE", "LSE_MOVED", "LSE_OF_TOKENS", "DLSE", "LSE_SHIFT", "LSE_REST", "DELTA", "SUMS",
@@ -69,6 +70,11 @@ def arguments_of(
         else:
             found.append(template_argument(name, facts))
     return found
+
+
+def plain_arguments(function: Any, facts: KernelFacts, config: Config) -> list[Argument]:
+    """Types of all arguments of a kernel of plain Triton that has no constants of its own."""
+    return arguments_of(function, facts, {})
 
 
 def template_argument(name: str, facts: KernelFacts) -> Argument:

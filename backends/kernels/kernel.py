@@ -7,9 +7,8 @@ tuning and explaining all start from the same jobs.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from attndsl.passes.tiles.plan import LoopPlan
 
@@ -35,62 +34,56 @@ if TYPE_CHECKING:
     from .moving import Moving
 
 
-class Task(enum.Enum):
-    """Purpose that kernels are launched for. A call runs all kernels of a task."""
+class Task:
+    """Purpose that kernels are launched for. A call runs all kernels of a task.
 
-    FORWARD = "forward"
+    Equal to itself alone. Gradients of captures that have kernels of their own have tasks of their
+    own (``triton/captures``).
+    """
+
+    FORWARD: ClassVar[Task]
     """Output and log-sum-exp."""
-    BACKWARD = "backward"
+    BACKWARD: ClassVar[Task]
     """Gradients of q, k and v, and those of captures that are sums along rows and columns."""
-    TANGENT = "tangent"
+    TANGENT: ClassVar[Task]
     """Tangents of output and log-sum-exp, from both."""
-    FORWARD_TANGENT = "forward_tangent"
+    FORWARD_TANGENT: ClassVar[Task]
     """Output and log-sum-exp together with their tangents."""
-    DISTANCES = "distances"
-    """Sums of dS along diagonals."""
-    PAIRS = "pairs"
-    """Gradients of tensors that have an element for each pair."""
-    STORED = "stored"
-    """The same, of dS that a backward has stored."""
-    SCATTERED = "scattered"
-    """Exact sums, of a bound that a kernel finds first."""
-    BOUNDED = "bounded"
-    """Exact sums of a bound that the operands give."""
-    SCATTERED_TOGETHER = "scattered together"
-    """As ``SCATTERED``, of what is summed over batch entries and heads first."""
-    BOUNDED_TOGETHER = "bounded together"
-    """The same as ``BOUNDED``."""
-    REPAIR = "repair"
+    REPAIR: ClassVar[Task]
     """Tiles of output and log-sum-exp that are not finite again, by live pairs alone."""
-    REPAIR_GRADIENTS = "repair gradients"
+    REPAIR_GRADIENTS: ClassVar[Task]
     """The same of the gradients of q, k and v."""
 
-    # Each call looks its task up, and Enum's own hash is a function of Python.
-    __hash__ = object.__hash__
+    __slots__ = ("direction", "name")
 
-    @property
-    def direction(self) -> str:
-        """Name for users: ``forward``, ``backward`` or ``tangent``, or the task's own name."""
-        return "tangent" if self is Task.FORWARD_TANGENT else self.value
+    def __init__(self, name: str, direction: str | None = None) -> None:
+        """``direction`` is its name for users, if that is another one."""
+        self.name = name
+        self.direction = direction or name
+
+    def __repr__(self) -> str:
+        """The name."""
+        return f"Task({self.name!r})"
+
+
+Task.FORWARD = Task("forward")
+Task.BACKWARD = Task("backward")
+Task.TANGENT = Task("tangent")
+Task.FORWARD_TANGENT = Task("forward_tangent", "tangent")
+Task.REPAIR = Task("repair")
+Task.REPAIR_GRADIENTS = Task("repair gradients")
+
+
+def task_named(name: str) -> Task:
+    """The task that users call ``forward``, ``backward`` or ``tangent``."""
+    for task in (Task.FORWARD, Task.BACKWARD, Task.TANGENT):
+        if task.name == name:
+            return task
+    raise ValueError(f"{name!r} is not a valid Task")
 
 
 REPAIRS = frozenset({Task.REPAIR, Task.REPAIR_GRADIENTS})
 """Tasks that nearly all calls launch in vain."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sums:
-    """Sums that a kernel adds up for gradients of captures, as texts of its functions say it."""
-
-    shape: str = ""
-    """Of one sum."""
-    stored_from: str = ""
-    """What ``store_sums`` takes; empty where the kernel stores nothing by it."""
-    along: str = ""
-    """``row`` or ``column`` where terms that vary along that alone are added up."""
-
-
-NO_SUMS = Sums()
 
 
 def _one_part(job: Job, config: Config) -> int:
@@ -123,7 +116,6 @@ class Kernel:
     same."""
     derives: bool = True
     """Whether it computes derivatives of the score."""
-    sums: Sums = NO_SUMS
     waves: tuple[int, ...] = ()
     """Work tiles of the heads that go together, for each that runs at a time: first choice first.
     Empty where programs do not take a tile of one head."""
@@ -294,9 +286,8 @@ class Family(Protocol):
         """Jobs that ``task`` of a call runs."""
 
     def layout(
-        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],
-        wanted: Wants | None,
-    ) -> Layout:  # fmt: skip
+        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor]
+    ) -> Layout:
         """``layout`` with what the family's launches need besides.
 
         Args:
@@ -304,7 +295,6 @@ class Family(Protocol):
             jobs: Of one task.
             call: A call of the signature.
             more: What kernels read besides: ``do``, or the tangents of ``q``, ``k`` and ``v``.
-            wanted: The gradients that the kernels make.
         """
 
     def forward(
@@ -359,3 +349,16 @@ def jobs_of(family: Family, task: Task, lowered: Lowered, facts: KernelFacts) ->
 def first_with(families: Sequence[Family], task: Task) -> Family | None:
     """The first of ``families`` that has kernels for ``task``, or None."""
     return next((family for family in families if kernels_of(family, task)), None)
+
+
+def plan_of(
+    families: tuple[Family, ...], lowered: Lowered, call: Call, wanted: Wants
+) -> GradientPlan:
+    """Plan of gradients and their kernels, by the first family whose backward runs."""
+    plan = None
+    for family in families:
+        plan = family.plan_gradients(lowered, call, wanted)
+        if family.why_not(lowered, call, Task.BACKWARD, None, plan.lines) is None:
+            break
+    assert plan is not None
+    return plan

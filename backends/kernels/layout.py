@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..gradients.lines import Lines
+from ..gradients.row_col_sums import Lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

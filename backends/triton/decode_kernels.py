@@ -6,10 +6,10 @@ from functools import partial
 
 from attndsl.passes.tiles import plan
 
+from ..kernels.arguments import plain_arguments
 from ..kernels.kernel import Kernel, Task
 from .decode_tiles import SHAPES, Shape, configs_of
 from .generate_decode import decode_text
-from .kernels import arguments
 
 NAME = "decode"
 
@@ -22,7 +22,7 @@ def _kernel(shape: Shape) -> Kernel:
         entry="attention_decode",
         text=partial(decode_text, shape),
         configs=partial(configs_of, shape),
-        arguments=arguments,
+        arguments=plain_arguments,
         loop=plan.FORWARD,
         loop_name="forward",
         templates=("softmax", "forward", "parts", "decode"),

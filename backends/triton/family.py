@@ -9,9 +9,8 @@ import torch
 
 from ..base import Gradients
 from ..emit.facts import facts_of, with_gradients
-from ..gradients.lines import line_gradients
-from ..gradients.pairs import with_pair_sums
 from ..gradients.plan import plan_gradients
+from ..gradients.row_col_sums import line_gradients
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.bound import bound_backward, bound_forward
 from ..kernels.device import on_device, stream_of, why_no_gpu
@@ -19,6 +18,7 @@ from ..kernels.kernel import Task, jobs_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_fp32, given_room, rows_contiguous
+from .captures import BY_TASK, KINDS
 from .kernels import FIXED, KERNELS
 from .tangents import launch_tangent
 
@@ -45,8 +45,8 @@ def facts_of_task(
     facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
     if wanted is not None:
         facts = with_gradients(facts, wanted)
-    if task in (Task.PAIRS, Task.STORED):
-        facts = with_pair_sums(facts, lowered, call)
+    if task in BY_TASK:
+        facts = BY_TASK[task].facts(facts, lowered, call)
     if task not in _WITH_FP32_RESULTS:
         facts = replace(facts, wide_out=False, wide_gradients=False)
     return facts
@@ -95,7 +95,7 @@ class Portable:
 
     def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> GradientPlan:
         """See :class:`~..kernels.kernel.Family`."""
-        return plan_gradients(lowered, call, wanted)
+        return plan_gradients(KINDS, lowered, call, wanted)
 
     def readable(self, grad_out: torch.Tensor, wanted: Wants) -> torch.Tensor:
         """``grad_out`` with last stride 1."""
@@ -110,9 +110,8 @@ class Portable:
         return jobs_of(self, task, lowered, facts)
 
     def layout(
-        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],
-        wanted: Wants | None,
-    ) -> Layout:  # fmt: skip
+        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor]
+    ) -> Layout:
         """``layout``: launches need nothing besides."""
         return layout
 
@@ -147,19 +146,13 @@ class Portable:
                 run.launch("backward_kv", [dk, dv], [*orders.k.rows, *orders.v.rows], column_sums)
             if wanted.q or (row_sums is not None and kv_len):
                 run.launch("backward_q", [dq], orders.q.rows, row_sums)
-        tensors: dict[str, torch.Tensor] = {}
-        params: dict[str, torch.Tensor] = {}
+        found = Gradients(
+            dq if wanted.q else None, dk if wanted.k else None, dv if wanted.v else None
+        )
         if wanted.tensors or wanted.params:
             some = (row_sums, column_sums) if kv_len else (None, None)
-            tensors, params = line_gradients(call, wanted, lines, *some)
-        gradients = Gradients(
-            q=dq if wanted.q else None,
-            k=dk if wanted.k else None,
-            v=dv if wanted.v else None,
-            tensors=tensors,
-            params=params,
-        )
-        return gradients, lambda: delta
+            found = found.plus(*line_gradients(call, wanted, lines, *some))
+        return found, lambda: delta
 
     def bound_forward(self, layout: Layout, lowered: Lowered, call: Call) -> BoundForward:
         """See :class:`~..kernels.kernel.Family`."""

@@ -37,7 +37,7 @@ from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Flags, Products, fill_template, pair_function
 from ..gradients.terms import derivatives, terms_of
 from ..kernels.kernel import REPAIRS, Job, Task
-from .generate_gradients import gradient_texts, stored_texts
+from .generate_gradients import NO_GRADIENTS, gradient_texts, stored_texts
 from .generate_tangent import tangent_texts
 
 if TYPE_CHECKING:
@@ -47,16 +47,22 @@ if TYPE_CHECKING:
 
     from ..emit.facts import KernelFacts
     from ..kernels.config import Config
+    from .generate_gradients import Sums
 
 _RESULTS = frozenset({Task.FORWARD, Task.TANGENT, Task.REPAIR})
 """Tasks whose kernels know a row's denominator, with the sink in it."""
 
+EXTRA = ("weights", "tile_gradients")
+"""Templates that :func:`extra_text` needs first."""
 
-def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
+
+def attention_text(
+    sums: Sums | None, job: Job, config: Config, loop: LoopPlan, products: Products
+) -> str:
     """The module of a kernel with a planned loop.
 
-    The backward kernels add up the gradients that the job's facts name; that of tangents has those
-    of what they say moves.
+    The backward kernels add up ``sums`` for the gradients that the job's facts name; that of
+    tangents has those of what they say moves.
     """
     lowered, facts, kernel = job.lowered, job.facts, job.kernel
     program, sparsity = lowered.program, lowered.sparsity
@@ -64,7 +70,7 @@ def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products)
     if Task.TANGENT in kernel.tasks:
         learned = tangent_texts(lowered, facts)
     else:
-        learned = gradient_texts(lowered, facts, kernel.sums)
+        learned = NO_GRADIENTS if sums is None else gradient_texts(lowered, facts, sums)
     functions += learned.functions
     helpers |= learned.helpers
     if kernel.tasks & _RESULTS:
@@ -101,14 +107,14 @@ def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products)
     )
 
 
-def stored_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
+def stored_text(sums: Sums, job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
     """The module of the kernel that adds up what attention kernels have stored."""
     flags: Flags = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "HEADS_APART": _tells_heads_apart(job.lowered, job.facts),
     }
-    learned = stored_texts(job.lowered, job.facts, job.kernel.sums)
+    learned = stored_texts(job.lowered, job.facts, sums)
     texts = [record_of_given(learned.given), *learned.functions]
     templates, entries, given = job.kernel.templates, (job.kernel.entry,), list(learned.given)
     return fill_template(__package__, templates, entries, texts, set(), flags, given)
@@ -122,11 +128,11 @@ def _tells_heads_apart(lowered: Lowered, facts: KernelFacts) -> bool:
     )
 
 
-def extra_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
+def extra_text(sums: Sums, job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
     """The module of a kernel that makes gradients of captured tensors and params alone."""
     lowered, facts, kernel = job.lowered, job.facts, job.kernel
     functions, helpers = functions_of_program(lowered, facts)
-    learned = gradient_texts(lowered, facts, kernel.sums)
+    learned = gradient_texts(lowered, facts, sums)
     program = lowered.program
     mask = program.mask
     varies = frozenset[str]() if mask is None else dependencies(mask)[mask]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ..base import Call, Gradients, Wants
     from ..kernels.layout import Layout
-    from .extra_kernels import BackwardState
+    from .captures.kind import BackwardState
 
 
 def repair_results(
@@ -76,7 +76,7 @@ def repair_gradients(layout: Layout, state: BackwardState, wanted: Wants, found:
 
 def rows_alone(wanted: Wants) -> Wants:
     """``wanted`` without gradients of captures, as kernels of that task are asked for it."""
-    return replace(wanted, tensors=frozenset(), params=frozenset(), stores_ds=False)
+    return replace(wanted, tensors=frozenset(), params=frozenset(), features=())
 
 
 def _sum(result: torch.Tensor) -> torch.Tensor:

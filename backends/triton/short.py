@@ -96,9 +96,8 @@ class Short(Portable):
         return (Job(kernel, lowered, facts_of_task(lowered, call, task, grad_out, wanted)),)
 
     def layout(
-        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],
-        wanted: Wants | None,
-    ) -> Layout:  # fmt: skip
+        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor]
+    ) -> Layout:
         """``layout`` with the rows that a forward program takes."""
         (kernel,) = layout.executables.values()
         batch, heads, q_len, _ = call.q.shape

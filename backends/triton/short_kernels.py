@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from ..kernels.arguments import plain_arguments
 from ..kernels.kernel import Kernel, Task
 from .generate_short import short_text
-from .kernels import arguments
 from .short_tiles import Shape, configs_of, shapes
 
 NAME = "short"
@@ -18,14 +18,14 @@ NAME = "short"
 def _kernel(task: Task, shape: Shape) -> Kernel:
     backward = task is Task.BACKWARD
     return Kernel(
-        name=f"{task.value}_{shape}",
+        name=f"{task.name}_{shape}",
         family=NAME,
         tasks=frozenset({task}),
-        entry=f"attention_short_{task.value}",
+        entry=f"attention_short_{task.name}",
         text=short_text,
         configs=partial(configs_of, shape),
-        arguments=arguments,
-        templates=("weights" if backward else "softmax", f"short_{task.value}"),
+        arguments=plain_arguments,
+        templates=("weights" if backward else "softmax", f"short_{task.name}"),
         derives=backward,
     )
 

@@ -152,14 +152,10 @@ def _of_tangents(config: Config, widths: Widths) -> int:
     return 2 * (config.block_m * widths.d + keys) * widths.element_bytes
 
 
-def _of_pairs(config: Config, widths: Widths) -> int:
+def pair_bytes(config: Config, widths: Widths) -> int:
+    """Bytes of a kernel that loads tiles of queries and keys, and holds neither."""
     rows = config.stages * (config.block_m + config.block_n)
     return rows * widths.both * widths.element_bytes
-
-
-def _of_stored(config: Config, widths: Widths) -> int:
-    """The sums, while they are turned."""
-    return 4 * config.block_m * config.block_n
 
 
 FORWARD = Tiles(
@@ -220,76 +216,6 @@ BACKWARD_Q = Tiles(
     short_partial={
         64: (Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
         128: (Config(64, 32, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
-    },
-)
-# See templates/distances.py. Of two stages the second would be loaded after all of the first has
-# been computed with; a mask that looks things up leaves one, since Triton 3.6 cannot pipeline
-# products in a branch.
-DISTANCES = Tiles(
-    dense={
-        64: (
-            Config(128, 64, 8, 3),
-            Config(64, 64, 8, 3),
-            Config(64, 64, 4, 1),
-            Config(32, 32, 4, 1),
-        ),
-        128: (
-            Config(64, 64, 8, 3),
-            Config(128, 64, 8, 2),
-            Config(64, 64, 8, 2),
-            Config(32, 32, 4, 1),
-        ),
-        256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-        512: (Config(32, 32, 4, 1),),
-    },
-    shared_bytes=_of_pairs,
-    whole_diagonals=True,
-)
-# Loops are short: what hides loads is a second program, for which half of the registers are left,
-# or loading all ahead.
-PAIRS = Tiles(
-    dense={
-        64: (
-            Config(64, 64, 8, 1, most_registers=128),
-            Config(64, 64, 8, 2),
-            Config(128, 64, 8, 2),
-            Config(32, 32, 4, 1),
-        ),
-        128: (
-            Config(64, 64, 8, 1, most_registers=128),
-            Config(64, 64, 8, 3),
-            Config(64, 64, 8, 2),
-            Config(64, 64, 8, 1),
-            Config(128, 64, 8, 1),
-            Config(32, 32, 4, 1),
-        ),
-        256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-        512: (Config(32, 32, 4, 1),),
-    },
-    shared_bytes=_of_pairs,
-)
-# Whole tiles of these make a backward's. Little else is done than to load and to store, of which
-# much is to be on its way: five programs of a processor, whose threads have 96 registers.
-STORED = Tiles(
-    dense=dict.fromkeys((64, 128, 256, 512), (Config(64, 64, 4, 1), Config(32, 32, 4, 1))),
-    shared_bytes=_of_stored,
-)
-# They hold no tile of sums. In one stage, since Triton 3.6 cannot pipeline products in a branch.
-SCATTER_BOUNDS = Tiles(
-    dense={
-        64: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
-        128: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
-        256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-        512: (Config(32, 32, 4, 1),),
-    },
-)
-# Integers of 64 bits take registers: more threads, or smaller tiles.
-SCATTER_SUMS = Tiles(
-    dense={
-        64: (Config(64, 64, 8, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
-        128: (Config(64, 32, 4, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-        256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-        512: (Config(32, 32, 4, 1),),
     },
 )
 # There are two tiles of each of q, k and v, and two of the scores. Only D 128 was measured: see M11

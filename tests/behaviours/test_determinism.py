@@ -326,7 +326,7 @@ def test_shifted_and_mapped_positions(check):
 @pytest.mark.parametrize("mask", ["none", "documents"])
 def test_one_program_goes_through_all_batch_entries_and_heads(check, monkeypatch, mask):
     """As on GPUs where tiles are many; the documents differ from batch entry to batch entry."""
-    from attndsl.backends.gradients import pairs
+    from attndsl.backends.triton.captures import pairs
 
     monkeypatch.setattr(pairs, "PROGRAMS", 1)
     place = SimpleNamespace(device="cpu", backend="triton", shape=(2, 2, 9, 16))

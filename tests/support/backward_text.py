@@ -167,6 +167,11 @@ class Stored:
     """(heads, query tiles) int32: counts how many work tiles have added to sums of dQ; with it they
     take turns."""
 
+    def features(self) -> tuple[str, ...]:
+        """Flags of the plan of gradients."""
+        flags = {"STORES_DS": self.slopes, "ADDS_DIAGONALS": self.distances}
+        return tuple(flag for flag, there in flags.items() if there is not None)
+
     def arguments(self, config: Config) -> dict[str, Any]:
         """Those that are there for dS."""
         found: dict[str, Any] = {}
@@ -198,7 +203,7 @@ def run_backward(
     tiles, of_pairs = pairs_of(lowered, tensors, config, run.wide)
     facts = specialised(
         lowered, example_call(lowered, 64, 64, dtype, {}), pair_tiles=tiles,
-        stores_ds=stored.slopes is not None, adds_diagonals=stored.distances is not None,
+        features=stored.features(),
         wide_gradients=stored.kind is torch.float32, takes_turns=stored.turns is not None,
     )  # fmt: skip
     if run.wide:

@@ -11,7 +11,6 @@ from attndsl.backends.device.library import row_statistics
 from attndsl.backends.emit.template import IEEE
 from attndsl.backends.emit.tile_lists import generate_lists
 from attndsl.backends.generated.source import with_all_tangents
-from attndsl.backends.gradients.pairs import exact_captures
 from attndsl.backends.gradients.terms import is_plain, terms_of
 from attndsl.backends.kernels.arguments import arguments_of
 from attndsl.backends.kernels.compile import build, load_module
@@ -20,6 +19,7 @@ from attndsl.backends.kernels.kernel import Job
 from attndsl.backends.kernels.machine import machine_of
 from attndsl.backends.kernels.modules import list_config
 from attndsl.backends.kernels.tile_lists import STATISTICS_ROWS
+from attndsl.backends.triton.captures.pairs import exact_captures
 from attndsl.backends.triton.kernels import FIXED, KERNELS
 from attndsl.errors import BackendError
 

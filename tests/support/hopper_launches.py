@@ -16,7 +16,7 @@ from triton.backends.nvidia import driver as nvidia
 
 from attndsl.backends.base import Call
 from attndsl.backends.generated.backend import generated_backend
-from attndsl.backends.hopper.arguments import Block, blocks_of
+from attndsl.backends.hopper.arguments import blocks_of
 from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.kernels.modules import Modules, Prepared
 from attndsl.runtime.programs import default_cache
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pytest
 
     from attndsl.backends.generated.backend import GeneratedBackend
+    from attndsl.backends.hopper.blocks import Block
     from attndsl.backends.kernels.kernel import Task
 
 OTHERS = {

@@ -64,7 +64,7 @@ def pair_block(task: Task, facts: KernelFacts, config: Config) -> tuple[int, int
     return (1, m, n) if widest(facts) > 128 else (2, m, n // 2)
 
 
-def bias_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
+def _shared_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
     """Shared memory of the tiles."""
     parts, queries, keys = pair_block(task, facts, config)
     return parts * queries * keys * _element_bytes(facts)
@@ -105,4 +105,7 @@ def _arguments(spec: ModuleSpec) -> list[str]:
     return [f"pair{number}_desc" for number in range(len(spec.facts.pair_tiles))]
 
 
-BIAS = Feature("HAS_BIAS", _has_tiles, _flags, "bias", functions=_functions, arguments=_arguments)
+BIAS = Feature(
+    "HAS_BIAS", _has_tiles, _flags, "bias", functions=_functions, arguments=_arguments,
+    shared_bytes=_shared_bytes,
+)  # fmt: skip

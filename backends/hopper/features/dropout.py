@@ -25,7 +25,7 @@ _KEYS = (
 """What kernels call of ``dropout``, if the rows of their products are queries, or keys."""
 
 
-def kept_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
+def _shared_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
     """Bytes of the bits for kept pairs: of each stage two words a thread, or a bit a pair."""
     if task is Task.FORWARD:
         size = 2 * 4 * 128 * config.consumers
@@ -56,5 +56,6 @@ def _functions(spec: ModuleSpec) -> Texts:
 
 
 DROPOUT = Feature(
-    "HAS_DROPOUT", _is_dropped, _flags, "dropout", imports=_imports, functions=_functions
-)
+    "HAS_DROPOUT", _is_dropped, _flags, "dropout", imports=_imports, functions=_functions,
+    shared_bytes=_shared_bytes,
+)  # fmt: skip

@@ -10,12 +10,22 @@ from ...kernels.kernel import Task
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
+
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
+    from ...base import Call, Gradients
     from ...emit.facts import KernelFacts
     from ...emit.template import Flags
+    from ...gradients.plan import GradientPlan
     from ...kernels.config import Config
+    from ..blocks import Block
+
+    Collect = Callable[
+        [Lowered, Call, frozenset[str], Mapping[str, torch.Tensor], Gradients], Gradients
+    ]
+    """Results with the gradients of the named captures, from buffers by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +96,36 @@ def _no_texts(spec: ModuleSpec) -> Texts:
 
 
 @dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory that a backward writes beside dQ, dK and dV: an argument of its kernel."""
+
+    name: str
+    """The argument."""
+    type: str
+    """Triton's name of the argument's type; of no matter where the kernel sees blocks."""
+    empty: Callable[[Call, Config], torch.Tensor]
+    """The memory as a launch needs it."""
+    block: Callable[[KernelFacts, Config], Block] | None = None
+    """Block that the kernel stores at once, by a descriptor of the rows of all but the last dim;
+    None where it takes the address."""
+
+
+def _no_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
 class Feature:
-    """Condition under which kernels have a feature, and the code and memory they have for it."""
+    """Condition under which kernels have a feature, and the code and memory they have for it.
+
+    Features for gradients of captures say as well whose gradients come of them (``takes``), and
+    how (``collect``): plans of gradients have their flags, and facts have these of a plan.
+    """
 
     flag: str
     """The constant that says so in device code."""
     applies: Callable[[ModuleSpec], bool]
+    """The condition, which looks at program and facts alone if there are buffers."""
     flags: Callable[[ModuleSpec], Flags] = _no_flags
     """Further constants, of kernels without it as well."""
     template: str | None = None
@@ -101,8 +135,23 @@ class Feature:
     functions: Callable[[ModuleSpec], Texts] = _no_texts
     arguments: Callable[[ModuleSpec], Sequence[str]] = _no_lines
     """Arguments of the kernel between its operands and its sizes."""
-    given: Callable[[ModuleSpec], Sequence[str]] = _no_lines
-    """Arguments that stand before those of the program, as fields of its record."""
+    shared_bytes: Callable[[Task, KernelFacts, Config], int] = _no_bytes
+    """Bytes of a kernel's shared memory."""
+    configs: Callable[[tuple[Config, ...]], tuple[Config, ...]] | None = None
+    """Configs that suit kernels with it, from those of kernels without."""
+    stores: tuple[Buffer, ...] = ()
+    """Buffers of a backward that are such arguments."""
+    sums: tuple[Buffer, ...] = ()
+    """Buffers of a backward whose arguments stand before the program's, as fields of its record."""
+    takes: Callable[[GradientPlan, Lowered, Call], GradientPlan] | None = None
+    """The plan with what the feature takes from kernels of their own."""
+    collect: Collect | None = None
+    """The results with the gradients that come of it."""
+
+
+def has_flag(flag: str) -> Callable[[ModuleSpec], bool]:
+    """Condition of a feature that plans of gradients ask for."""
+    return lambda spec: flag in spec.facts.features
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +164,7 @@ class Parts:
     texts: Texts = field(default_factory=Texts)
     arguments: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
+    """Arguments that stand before those of the program, as fields of its record."""
 
 
 def parts_of(features: Sequence[Feature], spec: ModuleSpec) -> Parts:
@@ -132,6 +182,7 @@ def parts_of(features: Sequence[Feature], spec: ModuleSpec) -> Parts:
             [text for own in texts for text in own.functions],
             frozenset[str]().union(*(own.helpers for own in texts)),
         ),
-        tuple(name for feature in found for name in feature.arguments(spec)),
-        tuple(name for feature in found for name in feature.given(spec)),
+        tuple(name for feature in found for name in feature.arguments(spec))
+        + tuple(buffer.name for feature in found for buffer in feature.stores),
+        tuple(x.name for feature in found for x in feature.sums if not spec.is_forward),
     )

@@ -13,13 +13,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from ...emit.device_functions import param_values
 from ...emit.loops import print_turn
-from .feature import Feature, Texts
+from .feature import Buffer, Feature, Texts
 
 if TYPE_CHECKING:
+    from ...base import Call
+    from ...emit.facts import KernelFacts
     from ...emit.template import Flags
+    from ...kernels.config import Config
+    from ...kernels.kernel import Task
     from .feature import ModuleSpec
+
+_TURNS = 256
+"""Turns of two query tiles, and their barriers: bytes, rounded up."""
 
 
 def _takes_turns(spec: ModuleSpec) -> bool:
@@ -47,7 +56,17 @@ def _functions(spec: ModuleSpec) -> Texts:
     return Texts([text], frozenset(used))
 
 
+def _no_turns(call: Call, config: Config) -> torch.Tensor:
+    """(batch, heads, query tiles) int32: how many work tiles have added to sums of dQ."""
+    batch, heads, q_len, _ = call.q.shape
+    return call.q.new_zeros((batch, heads, -(-q_len // config.block_m)), dtype=torch.int32)
+
+
+def _shared_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
+    return _TURNS * facts.takes_turns
+
+
 TURNS = Feature(
     "TAKES_TURNS", _takes_turns, _flags, template="turns", functions=_functions,
-    given=lambda spec: ["TURNS"],
+    shared_bytes=_shared_bytes, sums=(Buffer("TURNS", "*i32", _no_turns),),
 )  # fmt: skip

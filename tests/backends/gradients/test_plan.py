@@ -8,10 +8,11 @@ import torch
 import attndsl
 from attndsl.backends.base import Wants
 from attndsl.backends.generated.source import source_of
-from attndsl.backends.gradients.pairs import PROGRAMS, Rest, parts_of, rest_of, sums_of
-from attndsl.backends.gradients.plan import key_of, plan_gradients
+from attndsl.backends.gradients.plan import Kind, Rest, key_of, plan_gradients
 from attndsl.backends.gradients.terms import terms_of
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.triton.captures import KINDS
+from attndsl.backends.triton.captures.pairs import PROGRAMS, buffers_of, parts_of, rest_of
 from attndsl.backends.triton.family import Portable
 
 CASES = {
@@ -36,23 +37,25 @@ CASES = {
     "pairs of types": (
         "tensor t[n, n]: float; tensor ty[batch, kv_len]: int; "
         "score = score + t[ty[b, q], ty[b, kv]]",
-        "others",
+        "scattered",
     ),
     "pairs of types, by score": (
         "tensor t[n, n]: float; tensor ty[batch, kv_len]: int; "
         "score = score * t[ty[b, q], ty[b, kv]]",
-        "others",
+        "scattered",
     ),
     "pairs of types, by weight": (
         "tensor t[n, n]: float; tensor ty[batch, kv_len]: int; "
         "weights = sigmoid(score) * t[ty[b, q], ty[b, kv]]",
-        "others",
+        "scattered",
     ),
     "one query for all": (
-        "tensor t[q_len, kv_len]: float; score = score + t[0, kv] + t[q, kv]", "others",
+        "tensor t[q_len, kv_len]: float; score = score + t[0, kv] + t[q, kv]", "scattered",
     ),
-    "by score": ("tensor t[n]: float; score = score + t[int(score)]", "others"),
-    "diagonal": ("tensor t[n, n]: float; score = score + t[q, q] * t[q, kv] + t[kv, kv]", "others"),
+    "by score": ("tensor t[n]: float; score = score + t[int(score)]", "scattered"),
+    "diagonal": (
+        "tensor t[n, n]: float; score = score + t[q, q] * t[q, kv] + t[kv, kv]", "scattered",
+    ),
 }  # fmt: skip
 
 
@@ -69,19 +72,36 @@ def where(lowered, call):
         tensors=frozenset({"t"} & {decl.name for decl in program.tensors}),
         params=frozenset(decl.name for decl in program.params),
     )
-    shares = plan_gradients(lowered, call, wants)
-    found = {"lines": shares.lines, "distances": shares.distances, "others": shares.others}
-    names = [name for name, one in found.items() if one.tensors | one.params]
-    assert all(one.tensors for one in shares.pairs)
-    assert shares.lines.q
-    assert not shares.others.q
-    return names + ["pairs"] * len(shares.pairs)
+    plan = plan_gradients(KINDS, lowered, call, wants)
+    assert plan.lines.q
+    assert all(share.names for share in plan.shares)
+    lines = plan.lines.tensors | plan.lines.params
+    return ["lines"] * bool(lines) + [share.kind for share in plan.shares]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_gradient_has_one_maker(name):
     text, share = CASES[name]
     assert where(*call_of(text)) == [share]
+
+
+def test_the_first_kind_that_takes_a_capture_makes_its_gradient():
+    kind = Kind(name="own", takes=lambda lowered, call, names: [(names & {"t"}, None)])
+    text = "tensor t[q_len, kv_len]: float; tensor u[q_len, kv_len]: float; "
+    lowered, call = call_of(text + "score = score + t[q, kv] + u[q, kv]")
+    plan = plan_gradients((kind, *KINDS), lowered, call, Wants(tensors=frozenset("tu")))
+    assert [(share.kind, share.names) for share in plan.shares] == [
+        ("own", {"t"}),
+        ("pairs", {"u"}),
+    ]
+    moved = plan.with_feature("FLAG", frozenset("t"))
+    assert moved.lines.features == (("FLAG", {"t"}),)
+    assert moved.shares == plan.of_kind("pairs")
+    read = plan.with_feature("FLAG", frozenset("tu"), "stored")
+    assert [(share.kind, share.names) for share in read.shares] == [
+        ("stored", {"t"}),
+        ("stored", {"u"}),
+    ]
 
 
 TEXT = "tensor t[m, n]: float; score = score + t[q, kv]"
@@ -92,11 +112,11 @@ TEXT = "tensor t[m, n]: float; score = score + t[q, kv]"
     [
         ({"tensors": {"t": torch.zeros(2, 2)}}, "pairs"),
         ({"tensors": {"t": torch.zeros(5, 3)}, "q_offset": 3, "kv_offset": 1}, "pairs"),
-        ({"tensors": {"t": torch.zeros(5, 3)}, "q_offset": 4}, "others"),
-        ({"tensors": {"t": torch.zeros(5, 3)}, "q_offset": -1}, "others"),
-        ({"tensors": {"t": torch.zeros(1, 2)}}, "others"),
-        ({"q_offset": torch.tensor(0)}, "others"),
-        ({"kv_index": torch.zeros(2, dtype=torch.int32)}, "others"),
+        ({"tensors": {"t": torch.zeros(5, 3)}, "q_offset": 4}, "scattered"),
+        ({"tensors": {"t": torch.zeros(5, 3)}, "q_offset": -1}, "scattered"),
+        ({"tensors": {"t": torch.zeros(1, 2)}}, "scattered"),
+        ({"q_offset": torch.tensor(0)}, "scattered"),
+        ({"kv_index": torch.zeros(2, dtype=torch.int32)}, "scattered"),
         ({"tensors": {"t": torch.zeros(0, 2)}}, "lines"),
     ],
 )
@@ -113,8 +133,8 @@ def test_tensors_go_together_where_they_do_not_tell_the_same_apart():
         tensor w[heads, q_len, kv_len]: float
         score = score * t[q, kv] + u[kv, q] + w[h, q, kv]
     """
-    shares = plan_gradients(*call_of(text), Wants(tensors=frozenset("tuw")))
-    assert {one.tensors for one in shares.pairs} == {frozenset("tu"), frozenset("w")}
+    plan = plan_gradients(KINDS, *call_of(text), Wants(tensors=frozenset("tuw")))
+    assert {share.names for share in plan.of_kind("pairs")} == {frozenset("tu"), frozenset("w")}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +159,7 @@ def test_what_is_not_told_apart(index, dims, rest):
     # Tiles of 64 are 2 x 3 here: few, so that all that is not told apart is a part of its own.
     parts = rest.batches * rest.heads
     assert parts_of(rest, call) == parts
-    (sums,) = sums_of(terms, call)
+    (sums,) = buffers_of(terms, call)
     assert sums.total.shape == (parts, *shape)
     assert sums.total.dtype is (torch.float16 if parts == 1 else torch.float32)
     if parts == 1:

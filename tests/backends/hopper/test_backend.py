@@ -19,7 +19,7 @@ from attndsl.backends.hopper.arguments import blocks_of
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.launch import RowStatistics, descriptor_strides, view
 from attndsl.backends.hopper.tiles import candidates
-from attndsl.backends.kernels.kernel import Task
+from attndsl.backends.kernels.kernel import Task, task_named
 from attndsl.backends.kernels.machine import machine_of
 from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache
@@ -60,7 +60,7 @@ def test_what_the_portable_kernels_run(name):
     grad = None if kind == "forward" else torch.empty(2, 4, call.q.shape[2], call.v.shape[3])
     assert reason in why_portable(LOWERED, call, kind, grad, wants)
     backend = generated_backend(("hopper", "triton"), default_cache())
-    assert backend._family(LOWERED, call, Task(kind), grad, wants).name == "triton"
+    assert backend._family(LOWERED, call, task_named(kind), grad, wants).name == "triton"
 
 
 def test_what_hopper_kernels_run():
@@ -106,7 +106,7 @@ def test_which_deterministic_backwards_take_turns(text, head_dim, reason):
     grad = torch.empty(2, 4, 40, 64, dtype=torch.bfloat16)
     learned = frozenset(call.tensors) - {"doc"}
     wants = Hopper().plan_gradients(lowered, call, replace(ALL, tensors=learned)).lines
-    assert wants.stores_ds == (text == BIAS)
+    assert bool(wants.features) == (text == BIAS)
     found = why_portable(lowered, call, "backward", grad, wants)
     if reason is not None:
         assert reason in found

@@ -125,8 +125,8 @@ SCRIPT = textwrap.dedent(
             call = call._replace(q=rows[0], k=rows[1], v=rows[2], tensors=tensors)
         facts = with_forms(facts_of(lowered.program, call), lowered.program, target)
         facts = replace(
-            facts, stores_ds=stored, adds_diagonals=summed, moving_operands=moving,
-            wide_gradients=wide, takes_turns=turns,
+            facts, features=("STORES_DS",) * stored + ("ADDS_DIAGONALS",) * summed,
+            moving_operands=moving, wide_gradients=wide, takes_turns=turns,
         )
         if not moving:
             facts = with_pair_tiles(facts, lowered, call, task)

@@ -11,8 +11,8 @@ from support.jobs import hopper_source, shares_of, why_portable
 import attndsl
 from attndsl.backends.base import Gradients, Wants
 from attndsl.backends.generated.backend import generated_backend
-from attndsl.backends.hopper.distances import among, empty_sums, split, with_distances
 from attndsl.backends.hopper.family import Hopper
+from attndsl.backends.hopper.features.diagonals import DIAGONALS, collect, empty_sums
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
@@ -86,15 +86,15 @@ def test_what_the_backward_adds_up(name):
     lowered, call = call_of(TEXTS[name], captures_of(name))
     wants = wants_of(lowered)
     found = shares_of(lowered, call, wants)
-    own, others = split(lowered, call, found.lines)
-    assert own.tensors | own.params == {"t"}
-    assert others.tensors == {"beside columns": {"c"}}.get(name, frozenset())
-    assert not found.distances.tensors | found.distances.params
+    others = found.lines.tensors | found.lines.params
+    assert found.lines.features == ((DIAGONALS.flag, {"t"}),)
+    assert others == {"beside columns": {"c"}}.get(name, frozenset())
+    assert not found.shares
     assert why_portable(lowered, call, "backward", wants=found.lines) is None
     (job,) = Hopper().jobs(lowered, call, Task.BACKWARD, call.q, found.lines)
     facts = job.facts
-    assert facts.adds_diagonals
-    assert {*facts.tensor_gradients, *facts.param_gradients} == others.tensors
+    assert facts.features == (DIAGONALS.flag,)
+    assert {*facts.tensor_gradients, *facts.param_gradients} == others
     text = hopper_source(lowered, call, "backward", wants)
     assert "def add_tile(" in text
     assert "add_diagonals(sums" in text
@@ -106,20 +106,22 @@ def test_what_the_backward_adds_up(name):
 def test_what_has_a_kernel_of_its_own(name):
     text, changes = APART[name]
     lowered, call = call_of(f"tensor t[n]: float; {text}", {"t": torch.zeros(99)}, **changes)
-    assert among(lowered, call, frozenset("t")) == frozenset()
-    assert shares_of(lowered, call, Wants(tensors=frozenset("t"))).lines.tensors == frozenset()
+    found = shares_of(lowered, call, Wants(tensors=frozenset("t")))
+    assert found.lines.tensors == frozenset()
+    assert found.lines.features == ()
 
 
 def test_calls_that_portable_kernels_run_have_their_shares():
     backend = generated_backend(("hopper", "triton"), default_cache())
     lowered, call = call_of(TEXTS["slopes"], captures_of("slopes"))
     wants = Wants(tensors=frozenset("t"))
-    assert backend._plan(lowered, call, wants).lines.tensors == {"t"}
+    assert backend._plan(lowered, call, wants).lines.features == ((DIAGONALS.flag, {"t"}),)
     odd = torch.zeros(BATCH, HEADS, Q_LEN, 65, dtype=BF16)[..., :64]
     for other in (call._replace(q=odd), call._replace(deterministic=True)):
         found = backend._plan(lowered, other, wants)
         assert found.lines.tensors == frozenset()
-        assert found.distances.tensors == {"t"}
+        assert found.lines.features == ()
+        assert [share.names for share in found.of_kind("distances")] == [{"t"}]
 
 
 @pytest.mark.parametrize("name", ["relative", "slopes", "buckets"])
@@ -135,8 +137,8 @@ def test_gradients_are_of_sums(name):
     sums[..., : 32 + 1 - KV_LEN] = 0
     sums[..., 32 + Q_LEN :] = 0
     nothing = Gradients(q=None, k=None, v=None)
-    own = Wants(tensors=frozenset("t"))
-    found = with_distances(lowered, call, sums, config, own, nothing).tensors["t"]
+    buffers = {"DISTANCE_SUMS": sums}
+    found = collect(lowered, call, frozenset("t"), buffers, nothing).tensors["t"]
     distance = torch.arange(sums.shape[3]) - 32 + 3
     whole = sums.sum(2)
     inside = (distance >= 4 - KV_LEN) & (distance < Q_LEN + 3)

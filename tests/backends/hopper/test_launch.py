@@ -25,7 +25,8 @@ import attndsl.backends.hopper.layout as layout_module
 import attndsl.backends.hopper.shim as shim
 from attndsl.backends.base import Backward, Call, Tangents, Wants
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.hopper.arguments import Block, blocks_of
+from attndsl.backends.hopper.arguments import blocks_of
+from attndsl.backends.hopper.blocks import Block
 from attndsl.backends.hopper.launch import TensorMaps, launch_of, view
 from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.kernels.kernel import Task

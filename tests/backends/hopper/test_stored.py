@@ -12,7 +12,7 @@ import attndsl
 from attndsl.backends.base import Wants
 from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.hopper.family import Hopper
-from attndsl.backends.hopper.stored import among, empty_ds
+from attndsl.backends.hopper.features.stored_ds import STORED_DS, empty_ds, no_tiles
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
@@ -74,14 +74,13 @@ def test_what_is_stored(name):
     lowered, call = call_of(indices, **changes)
     wants = Wants(tensors=T)
     found = shares_of(lowered, call, wants)
-    assert found.lines.stores_ds
+    assert found.lines.features == ((STORED_DS.flag, T),)
     assert not found.lines.tensors
-    assert [own.tensors for own in found.stored] == [T]
-    assert found.pairs == ()
+    assert [(share.kind, share.names) for share in found.shares] == [("stored", T)]
     assert why_portable(lowered, call, "backward", wants=found.lines) is None
     (job,) = Hopper().jobs(lowered, call, Task.BACKWARD, call.q, found.lines)
     facts = job.facts
-    assert facts.stores_ds
+    assert facts.features == (STORED_DS.flag,)
     assert facts.tensor_gradients == ()
     text = hopper_source(lowered, call, "backward", wants)
     assert "def store_ds(" in text
@@ -96,10 +95,9 @@ def test_what_is_stored(name):
 def test_what_has_kernels_of_its_own(name):
     indices, changes = APART[name]
     lowered, call = call_of(indices, **changes)
-    assert among(lowered, call, T) == frozenset()
     found = shares_of(lowered, call, Wants(tensors=T))
-    assert not found.lines.stores_ds
-    assert found.stored == ()
+    assert found.lines.features == ()
+    assert found.of_kind("stored") == ()
 
 
 def test_tensors_share_what_is_stored():
@@ -116,26 +114,27 @@ def test_tensors_share_what_is_stored():
     u = torch.zeros(Q_LEN, KV_LEN, dtype=BF16)
     call = call._replace(tensors={"t": t, "u": u, "w": t})
     found = shares_of(lowered, call, Wants(tensors=frozenset("tuw")))
-    assert {own.tensors for own in found.stored} == {frozenset("t"), frozenset("u")}
-    assert [own.tensors for own in found.pairs] == [frozenset("w")]
+    assert {own.names for own in found.of_kind("stored")} == {frozenset("t"), frozenset("u")}
+    assert [own.names for own in found.of_kind("pairs")] == [frozenset("w")]
 
 
 def test_calls_that_portable_kernels_run_store_nothing():
     backend = generated_backend(("hopper", "triton"), default_cache())
     lowered, call = call_of(("h", "q", "kv"))
-    assert backend._plan(lowered, call, Wants(tensors=T)).lines.stores_ds
+    assert backend._plan(lowered, call, Wants(tensors=T)).lines.features
     odd = torch.zeros(BATCH, HEADS, Q_LEN, 65, dtype=BF16)[..., :64]
     found = backend._plan(lowered, call._replace(q=odd), Wants(tensors=T))
-    assert not found.lines.stores_ds
-    assert [own.tensors for own in found.pairs] == [T]
+    assert not found.lines.features
+    assert [own.names for own in found.of_kind("pairs")] == [T]
 
 
 def test_room_for_whole_tiles():
     _, call = call_of(("h", "q", "kv"))
-    found = empty_ds(call, Config(64, 16, 4, 2, 2, 240))
-    assert found.values.shape == (BATCH, HEADS, 32, 64)
-    assert found.stored.shape == (BATCH, HEADS, 2, 1)
-    assert not found.stored.any()
+    config = Config(64, 16, 4, 2, 2, 240)
+    stored = no_tiles(call, config)
+    assert empty_ds(call, config).shape == (BATCH, HEADS, 32, 64)
+    assert stored.shape == (BATCH, HEADS, 2, 1)
+    assert not stored.any()
 
 
 MASKS = {

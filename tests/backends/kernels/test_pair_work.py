@@ -14,11 +14,19 @@ from attndsl.backends.kernels.kernel import Job
 from attndsl.backends.kernels.machine import machine_of, parse_target
 from attndsl.backends.kernels.pair_work import work_of_pair
 from attndsl.backends.triton import tiles
-from attndsl.backends.triton.tiles import Tiles, Widths
+from attndsl.backends.triton.captures import distances, pairs
+from attndsl.backends.triton.tiles import Widths
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
 SHARED = 232448
+TILES = {
+    "forward": tiles.FORWARD,
+    "backward_kv": tiles.BACKWARD_KV,
+    "backward_q": tiles.BACKWARD_Q,
+    "distances": distances.TILES,
+    "pairs": pairs.TILES,
+}
 
 
 def _work(
@@ -61,9 +69,9 @@ def test_divisions_of_64_bits_take_more() -> None:
 
 @pytest.mark.parametrize("width", [16, 64, 128, 256, 512])
 @pytest.mark.parametrize("element_bytes", [2, 4])
-@pytest.mark.parametrize("name", ["FORWARD", "BACKWARD_KV", "BACKWARD_Q", "DISTANCES", "PAIRS"])
+@pytest.mark.parametrize("name", TILES)
 def test_much_work_makes_small_tiles(name: str, width: int, element_bytes: int) -> None:
-    kernel: Tiles = getattr(tiles, name)
+    kernel = TILES[name]
     widths = Widths(width, width, element_bytes)
     few = kernel.candidates(widths, SHARED, of_pair=10)
     assert few == kernel.candidates(widths, SHARED)

@@ -28,7 +28,7 @@ from attndsl.backends.kernels.failures import KernelError
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.machine import machine_of
 from attndsl.backends.kernels.side_by_side import Compilations, Turn
-from attndsl.backends.triton.extra_kernels import extra_tasks
+from attndsl.backends.triton.captures import extra_tasks
 from attndsl.errors import BackendError
 from attndsl.runtime.programs import default_cache
 

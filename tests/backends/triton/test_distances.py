@@ -9,10 +9,11 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.gradients.distances import by_distance
 from attndsl.backends.gradients.plan import plan_gradients
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.triton.captures import KINDS
+from attndsl.backends.triton.captures.distances import by_distance
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"
@@ -95,7 +96,7 @@ def test_what_is_summed_along_diagonals(name):
     apart = by_distance(lowered, call, wants.tensors | wants.params)
     others = {"gain too": {"gain"}, "with a sink": {"z"}}.get(name, set())
     assert apart == (wants.tensors | wants.params) - others
-    left = plan_gradients(lowered, call, wants).lines
+    left = plan_gradients(KINDS, lowered, call, wants).lines
     # The sink's own gradient is no kernel's.
     assert left.tensors | left.params == others - {"z"}
 

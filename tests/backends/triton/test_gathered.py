@@ -7,9 +7,9 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.gradients.pairs import Rest
-from attndsl.backends.gradients.plan import plan_gradients
+from attndsl.backends.gradients.plan import Rest, plan_gradients
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.triton.captures import KINDS
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"
@@ -65,7 +65,8 @@ def test_what_indices_do_not_tell_apart_is_summed_first(name):
     call = example_call(lowered, 16, 16, torch.float32, captures_of(text))
     q, k = torch.empty(BATCH, HEADS, LENGTH, 16), torch.empty(BATCH, HEADS // 2, LENGTH, 16)
     call = call._replace(q=q, k=k, v=k)
-    assert plan_gradients(lowered, call, Wants(tensors=frozenset("t"))).together == rest
+    (share,) = plan_gradients(KINDS, lowered, call, Wants(tensors=frozenset("t"))).shares
+    assert share.rest == rest
 
 
 @interpreted

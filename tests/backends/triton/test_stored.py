@@ -14,11 +14,11 @@ from support.jobs import shares_of
 import attndsl
 from attndsl.backends.base import Gradients, StoredDS, Wants
 from attndsl.backends.generated.backend import generated_backend
-from attndsl.backends.gradients import pairs
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
-from attndsl.backends.triton.extra_kernels import BackwardState, run_extra
-from attndsl.backends.triton.tiles import STORED, Widths
+from attndsl.backends.triton.captures import pairs, run_extra
+from attndsl.backends.triton.captures.kind import BackwardState
+from attndsl.backends.triton.tiles import Widths
 from attndsl.runtime.programs import default_cache
 
 interpreted = pytest.mark.skipif(
@@ -101,7 +101,7 @@ def run(text: str, tensors: dict[str, torch.Tensor], names: str, sizes: Sizes, *
     slopes = more.pop("slopes")
     call = call._replace(q=q, k=k, v=k, **more)
     shares = shares_of(lowered, call, Wants(tensors=frozenset(names)))
-    assert frozenset().union(*(own.tensors for own in shares.stored)) == frozenset(names)
+    assert frozenset().union(*(own.names for own in shares.of_kind("stored"))) == frozenset(names)
     backend = generated_backend(("triton",), default_cache())
     lse = torch.zeros(2, *q.shape[:3])
     again = BackwardState(lowered, call, lse, lse[0], q, backend._layout)
@@ -215,7 +215,7 @@ def test_whole_tiles_make_those_of_backwards():
     from attndsl.backends.hopper.tiles import CANDIDATES
 
     for backward in (config for row in CANDIDATES[Task.BACKWARD].values() for config in row):
-        for own in STORED.candidates(Widths(128, 128, 2), 232448):
+        for own in pairs.STORED_TILES.candidates(Widths(128, 128, 2), 232448):
             assert backward.block_m % own.block_m == backward.block_n % own.block_n == 0
 
 

@@ -24,15 +24,23 @@ fp32 sum of its terms.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attndsl.ir import DType, Op, dependencies, toposort
 
-from .pairs import Rest
-from .terms import terms_of
+from ...emit.device_functions import PAIR, program_function
+from ...emit.expression import Printer, element_offset
+from ...gradients.plan import Rest
+from ...gradients.terms import terms_of
+from ...kernels.config import Config
+from ..generate import EXTRA
+from ..generate_gradients import ROWS_OF_TILE, Sums, numbers_of
+from ..tiles import Tiles
+from . import pairs
+from .kind import OwnKernels, own_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -40,7 +48,12 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from ..base import Call
+    from ...base import Call, Gradients
+    from ...emit.facts import KernelFacts
+    from ...gradients.plan import Share
+    from ...gradients.terms import Term
+    from ...kernels.kernel import Kernel
+    from .kind import BackwardState
 
 _ROOM = 61
 _OVERFLOWN = 160
@@ -68,7 +81,7 @@ class Exact:
     """Strides of the tensor's dims in them."""
 
     def arguments(self) -> list[object]:
-        """In the order of ``generate_gradients.sum_parameters``."""
+        """In the order of :func:`_exact_arguments`."""
         return [self.sums, self.notes, *self.sums.shape, *self.steps]
 
 
@@ -85,21 +98,23 @@ def buffers(names: Iterable[str], call: Call) -> list[Exact]:
     return found
 
 
-def together_of(lowered: Lowered, call: Call, names: Collection[str]) -> Rest | None:
-    """Batch entries and heads that no index of lookups in ``names`` tells apart, or None.
+def by_any_pairs(
+    lowered: Lowered, call: Call, names: Collection[str]
+) -> list[tuple[frozenset[str], Rest | None]]:
+    """The tensors of ``names`` that pairs look up, and what no index of their lookups tells apart.
 
     Pairs at the same positions then meet, and are summed up in order before that. None if that is
-    one batch entry and one head, if there are no lookups or too many, or if an index varies with
-    the score.
+    one batch entry and one head, if there are too many lookups, or if an index varies with the
+    score.
     """
+    names = frozenset(term.name for term in terms_of(lowered, names) if term.along == "pair")
     terms = terms_of(lowered, names)
     found = [dependencies(index)[index] for term in terms for index in term.leaf.args]
     varies = frozenset[str]().union(*found)
-    if not terms or len(terms) > _MOST_TOGETHER or "score" in varies:
-        return None
     batch, heads = call.q.shape[:2]
     rest = Rest(1 if "b" in varies else batch, 1 if "h" in varies else heads)
-    return rest if rest.batches * rest.heads > 1 else None
+    apart = len(terms) > _MOST_TOGETHER or "score" in varies or rest.members == 1
+    return [(names, None if apart else rest)]
 
 
 class Size(NamedTuple):
@@ -240,3 +255,164 @@ def gradient_of(found: Exact, inverse: torch.Tensor, call: Call) -> torch.Tensor
     infinite = torch.where(notes > MINUS_INF, torch.nan, infinite)
     total = torch.where(notes == 0, total, infinite)
     return total.to(like.dtype).view(like.shape)
+
+
+def _raise_bounds(count: int, facts: KernelFacts) -> list[str]:
+    return [f"raise_bound(given.BOUNDS + {number}, sums[{number}])" for number in range(count)]
+
+
+def _exact_arguments(count: int, facts: KernelFacts) -> list[str]:
+    ranks = {capture.name: capture.rank for capture in facts.captures}
+    names = ["SCALES"]
+    for name in facts.tensor_gradients:
+        names += [f"exact_{name}", f"notes_{name}", f"copies_{name}", f"step_{name}"]
+        names += [f"gstride{dim}_{name}" for dim in range(ranks[name])]
+    return names
+
+
+def _scatter(
+    term: Term, part: str, number: int, printer: Printer, facts: KernelFacts
+) -> tuple[list[str], set[str]]:
+    """Lines that add a term's parts, as integers, at the elements that it looks up."""
+    name = term.name
+    capture = next(capture for capture in facts.captures if capture.name == name)
+    # Strides of the buffer are its own, so no dim of it counts as having stride 1.
+    place = element_offset(printer.indices(term.leaf), "gstride", name, capture.wide, frozenset())
+    lines = [
+        f"part = {part}",
+        f"exact = exact_parts(part, given.SCALES + {number})",
+    ]
+    if term.along != "pair":
+        # Integers are added up in any order: in the tile first, along what the index lacks.
+        varies = frozenset[str]().union(*(printer.deps[index] for index in term.leaf.args))
+        if "kv" not in varies:
+            lines.append("exact = tl.sum(exact, 1, keep_dims=True)")
+        if "q" not in varies:
+            lines.append("exact = tl.sum(exact, 0, keep_dims=True)")
+    lines += [
+        f"place = {place}",
+        f"number = (tl.program_id(0) % given.copies_{name}).to(tl.int64)",
+        f"add_exactly(given.exact_{name} + number * given.step_{name}, place, exact)",
+        f"note_infinities(given.notes_{name}, place, part)",
+    ]
+    return lines, {"exact_parts", "add_exactly", "note_infinities"}
+
+
+def _meetings(terms: tuple[Term, ...], facts: KernelFacts) -> tuple[list[str], set[str]]:
+    """The function that adds each term's sums at the elements that it looks up."""
+    printer = Printer(tuple(index for term in terms for index in term.leaf.args), facts.names())
+    lines: list[str] = []
+    helpers: set[str] = set()
+    numbers = numbers_of(terms, facts)
+    for number, term in enumerate(terms):
+        found, used = _scatter(term, f"sums[{number}]", numbers[term.leaf], printer, facts)
+        lines += found
+        helpers |= used
+    doc = "Add the sums, as integers, at the elements that their pairs look up."
+    body = [*printer.lines, *lines]
+    function = program_function("scatter", f"sums, live, {PAIR}", facts, doc, body, True)
+    return [function], set(printer.helpers) | helpers
+
+
+def _store_meetings(count: int, facts: KernelFacts) -> list[str]:
+    # Where heads are told apart each is its own; elsewhere nothing looks at them.
+    return [
+        "head = Head(share.b, share.h, share.h // (sizes.heads // sizes.kv_heads))",
+        "rows = share.corner.q + tl.arange(0, BLOCK_M)",
+        "columns = share.corner.kv + tl.arange(0, BLOCK_N)",
+        "live = (rows < sizes.q_len)[:, None] & (columns < sizes.kv_len)[None, :]",
+        "scatter(sums, live, q, kv, Scope(head, sizes, given))",
+    ]
+
+
+BOUNDS = Sums(
+    shape=ROWS_OF_TILE,
+    by_tensor=True,
+    added="tl.sum(finite_size({}), 1)",
+    helpers=frozenset({"finite_size", "raise_bound"}),
+    given=lambda count, facts: ["BOUNDS"],
+    stored_from="sums, given",
+    store=_raise_bounds,
+)
+"""Sums of sizes, the greatest of which bounds the exact sums."""
+EXACT = Sums(
+    shape=ROWS_OF_TILE,
+    by_tensor=True,
+    scatter=_scatter,
+    given=_exact_arguments,
+    stored_from="sums, given",
+)
+"""Sums that any pairs may meet in."""
+TOGETHER = Sums(
+    functions=_meetings,
+    given=_exact_arguments,
+    stored_from=pairs.SUMS.stored_from,
+    store=_store_meetings,
+)
+"""Sums over batch entries and heads, of every pair, that any pairs may meet in."""
+_TEMPLATES = (*EXTRA, "scattered")
+# They hold no tile of sums. In one stage, since Triton 3.6 cannot pipeline products in a branch.
+_FOR_BOUNDS = Tiles(
+    dense={
+        64: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
+        128: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
+        256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+        512: (Config(32, 32, 4, 1),),
+    },
+)
+# Integers of 64 bits take registers: more threads, or smaller tiles.
+_FOR_EXACT = Tiles(
+    dense={
+        64: (Config(64, 64, 8, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+        128: (Config(64, 32, 4, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+        256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+        512: (Config(32, 32, 4, 1),),
+    },
+)
+FIND_BOUNDS = replace(
+    own_kernel("scatter_bounds", "scattered", BOUNDS, _FOR_BOUNDS, _TEMPLATES), derives=False
+)
+ADD_EACH = own_kernel("scatter_sums", "scattered", EXACT, _FOR_EXACT, _TEMPLATES)
+ADD_TOGETHER = own_kernel("scatter_together", "pairs", TOGETHER, pairs.TILES, pairs.TEMPLATES)
+
+
+def _needed(lowered: Lowered, share: Share) -> tuple[Kernel, ...]:
+    """First the kernel that finds the bound of the sums, where the operands do not give it."""
+    add = ADD_EACH if share.rest is None else ADD_TOGETHER
+    return (FIND_BOUNDS, add) if known_factors(lowered, share.names) is None else (add,)
+
+
+def _make(state: BackwardState, share: Share, found: Gradients) -> Gradients:
+    call, rest = state.call, share.rest
+    _, batch, heads, q_len = state.lse.shape
+    factors = known_factors(state.lowered, share.names)
+    exact = buffers(share.names, call)
+
+    def run(own: Kernel, last: list[Any]) -> None:
+        layout, kernel = state.kernel_of(own, share)
+        programs, first = -(-q_len // kernel.config.block_m) * batch * heads, []
+        if own is ADD_TOGETHER:
+            assert rest is not None
+            programs = pairs.programs_of(state, kernel, rest)
+            first = [rest.batches, rest.heads, pairs.parts_of(rest, call)]
+        state.launch(kernel, programs, layout, first, last)
+
+    if factors is None:
+        bounds = torch.zeros(len(exact), dtype=torch.int32, device=call.q.device)
+        run(FIND_BOUNDS, [bounds])
+    else:
+        bounds = bounds_from_operands(factors, call, state.grad_out, state.delta)
+    scales, inverses = scales_of(bounds, batch * heads * q_len)
+    last = [scales, *(value for item in exact for value in item.arguments())]
+    run(ADD_EACH if rest is None else ADD_TOGETHER, last)
+    made = zip(exact, inverses, strict=True)
+    return found.plus({item.name: gradient_of(item, x, call) for item, x in made})
+
+
+BY_ANY_PAIRS = OwnKernels(
+    name="scattered",
+    takes=by_any_pairs,
+    kernels=(FIND_BOUNDS, ADD_EACH, ADD_TOGETHER),
+    needed=_needed,
+    make=_make,
+)

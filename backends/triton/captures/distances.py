@@ -1,8 +1,9 @@
 """Gradients of what varies with the distance between query and key: tables, buckets, slopes.
 
 With dS the gradient of the final score and f(q - kv) a term of it, the gradient of f at a distance
-is the sum of dS along a diagonal. A kernel adds up whole tiles along the diagonals of tiles, in a
-fixed order; torch does the rest on one value a distance (batch, heads, distances).
+is the sum of dS along a diagonal. A kernel makes dS again and adds up whole tiles along the
+diagonals of tiles, in a fixed order; torch does the rest on one value a distance (batch, heads,
+distances).
 
 Non-goals: calls whose positions are looked up, what the program's weights or dropout mention.
 """
@@ -15,10 +16,16 @@ import torch
 
 from attndsl.passes.distance import varies_with_distance_alone
 
-from ..tiled.capture_gradients import CaptureSums
-from ..tiled.step_plan import QueryStep
-from ..tiled.tile_expressions import Expressions
-from .terms import terms_of
+from ...gradients.plan import captures_of
+from ...gradients.terms import terms_of
+from ...kernels.config import Config
+from ...tiled.capture_gradients import CaptureSums
+from ...tiled.step_plan import QueryStep
+from ...tiled.tile_expressions import Expressions
+from ..generate import EXTRA
+from ..generate_gradients import Sums
+from ..tiles import Tiles, pair_bytes
+from .kind import OwnKernels, own_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -26,7 +33,34 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Gradients, Wants
+    from ...base import Call, Gradients
+    from ...gradients.plan import Share
+    from .kind import BackwardState
+
+# Of two stages the second would be loaded after all of the first has been computed with; a mask
+# that looks things up leaves one, since Triton 3.6 cannot pipeline products in a branch.
+TILES = Tiles(
+    dense={
+        64: (
+            Config(128, 64, 8, 3),
+            Config(64, 64, 8, 3),
+            Config(64, 64, 4, 1),
+            Config(32, 32, 4, 1),
+        ),
+        128: (
+            Config(64, 64, 8, 3),
+            Config(128, 64, 8, 2),
+            Config(64, 64, 8, 2),
+            Config(32, 32, 4, 1),
+        ),
+        256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+        512: (Config(32, 32, 4, 1),),
+    },
+    shared_bytes=pair_bytes,
+    whole_diagonals=True,
+)
+SUMS = Sums(of_ds=True, given=lambda count, facts: ["DISTANCE_SUMS"])
+KERNEL = own_kernel("distances", "distances", SUMS, TILES, (*EXTRA, "distances"))
 
 
 def by_distance(lowered: Lowered, call: Call, names: Collection[str]) -> frozenset[str]:
@@ -61,16 +95,21 @@ def sums_of_distances(sums: torch.Tensor) -> torch.Tensor:
 
 
 def add_distance_gradients(
-    lowered: Lowered, call: Call, sums: torch.Tensor, first: int, apart: Wants, found: Gradients
+    lowered: Lowered,
+    call: Call,
+    sums: torch.Tensor,
+    first: int,
+    names: frozenset[str],
+    found: Gradients,
 ) -> Gradients:
-    """``found`` with the gradients of ``apart``.
+    """``found`` with the gradients of ``names``.
 
     Args:
         lowered: The program.
         call: As of the backward.
         sums: (batch, heads, distances) fp32, sums of dS along diagonals.
         first: The first distance, row of the query less row of the key; each next is one more.
-        apart: Of :func:`by_distance`.
+        names: Of :func:`by_distance`.
         found: The gradients of all else.
     """
     batch, heads, number = sums.shape
@@ -81,11 +120,30 @@ def add_distance_gradients(
         k=call.k.new_empty((batch, call.k.shape[1], 1, 1)),
         q_offset=0, kv_offset=0, q_index=distances + call.q_offset - call.kv_offset,
     )  # fmt: skip
-    totals = CaptureSums(call, apart)
+    totals = CaptureSums(call, captures_of(call, names))
     step = QueryStep((0, batch), (0, heads), (0, len(distances)), ())
     tile = Expressions(as_queries).tile(step, (0, 1), sums.new_empty((batch, heads, 1, 1)))
     totals.add(totals.of_score(lowered.derivative), sums[..., None], tile)
-    return found._replace(
-        tensors={**found.tensors, **totals.tensors()},
-        params={**found.params, **totals.params()},
-    )
+    return found.plus(totals.tensors(), totals.params())
+
+
+def _make(state: BackwardState, share: Share, found: Gradients) -> Gradients:
+    call = state.call
+    _, batch, heads, q_len = state.lse.shape
+    layout, kernel = state.kernel_of(KERNEL)
+    block_m, block_n = kernel.config.block_m, kernel.config.block_n
+    ratio, kv_tiles = block_m // block_n, -(-call.k.shape[2] // block_n)
+    diagonals = ratio * (-(-q_len // block_m) - 1) + kv_tiles
+    sums = state.lse.new_empty((batch, heads, diagonals, ratio + 1, block_n))
+    state.launch(kernel, batch * heads * diagonals, layout, [], [sums])
+    sums, first = sums_of_distances(sums), 1 - block_n * kv_tiles
+    return add_distance_gradients(state.lowered, call, sums, first, share.names, found)
+
+
+BY_DISTANCE = OwnKernels(
+    name=KERNEL.name,
+    takes=lambda lowered, call, names: [(by_distance(lowered, call, names), None)],
+    kernels=(KERNEL,),
+    make=_make,
+    names_captures=False,
+)

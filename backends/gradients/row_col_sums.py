@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..tiled.capture_gradients import CaptureSums
 from ..tiled.step_plan import QueryStep
 from ..tiled.tile_expressions import Expressions
-from .terms import ONE, lines_of
+from .terms import ONE, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -37,7 +37,9 @@ class Lines:
 
 def lines_among(lowered: Lowered, names: Collection[str]) -> Lines:
     """The terms of the tensors and params ``names``."""
-    return Lines(lines_of(lowered, names, "row"), lines_of(lowered, names, "column"))
+    terms = terms_of(lowered, names)
+    rows, columns = (tuple(x for x in terms if x.along == a) for a in ("row", "column"))
+    return Lines(rows, columns)
 
 
 def line_gradients(
