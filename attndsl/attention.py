@@ -14,6 +14,7 @@ from attndsl.backends.base import NONE, Call, Signature
 from attndsl.backends.memory_order import rows_contiguous
 from attndsl.compiled import Traced, without_tensors
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
+from attndsl.foundation.caches import BoundedCache, Reason
 from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
 from attndsl.other_lengths import OtherLengths, Prepared
@@ -91,7 +92,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         self._variants: dict[Any, Attention] = {}
         self._traced = Traced()
         self._by_token = speaks_of_tokens(program)
-        self._steps = {}
+        self._steps = BoundedCache("prepared steps", 4096, Reason.BACKENDS, Reason.KERNELS)
         self._of_ones: dict[Any, Attention] = {}  # By a call's signature, as `_prepared`.
         self._prepared: dict[Any, Prepared] = {}  # By a call's signature.
         self._lengths = OtherLengths()

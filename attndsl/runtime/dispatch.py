@@ -14,6 +14,7 @@ from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.dots import WidenedBackend
 from attndsl.errors import BackendError
+from attndsl.foundation.caches import CACHES, Reason
 from attndsl.logs import LOG, tell_once
 from attndsl.settings import starts_quickly
 from attndsl.uncollected import uncollected
@@ -227,6 +228,7 @@ def get_backend(name: str, checked: bool = False) -> Backend:
 def forget_backends() -> None:
     """From now on backends are other objects, which hold no kernels yet: to measure and to test."""
     _made.cache_clear()
+    CACHES.invalidate(Reason.BACKENDS)
     forget_calls()
 
 
@@ -239,6 +241,7 @@ def kept_calls() -> dict[Any, Any]:
 def forget_calls() -> None:
     """Have operators find out anew what runs their calls: backends or their kernels are others."""
     kept_calls.cache_clear()
+    CACHES.invalidate(Reason.KERNELS)
 
 
 @cache
