@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.compiled import Compiled, taken
+from attndsl.call.options import LOCATION, WHOLE, Location, taken
+from attndsl.compiled import Compiled
 from attndsl.errors import ArgumentError
 from attndsl.runtime.arguments import joined
 from attndsl.runtime.doubts import doubts_of_call
 from attndsl.runtime.lengths import AskedSizes, call_of_lengths, completed
-from attndsl.runtime.location import LOCATION, WHOLE, Location, Sizes, plain_int, sizes_of_whole
+from attndsl.runtime.location import Sizes, is_plain, plain_int, sizes_of_whole
 from attndsl.runtime.parts import localised
 from attndsl.runtime.programs import pointing_into
 from attndsl.runtime.reach import find_reach
@@ -272,7 +273,7 @@ class Analysis(Compiled):
             found = doubts_of_call(lowered.program, call, said)
             doubts = tuple(f"{each.message}; {each.hint}" for each in found)
             lowered, call = localised(lowered, call)
-        elif q_len is not None or kv_len is not None or not location.plain:
+        elif q_len is not None or kv_len is not None or not is_plain(location):
             raise ArgumentError("a length is missing", hint="pass both q_len and kv_len")
         asked = Question(
             self._backend, self._checked, device_of(device), (block_m, block_n), head_dim,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.attention import Attention
+from attndsl.call.options import Location
 from attndsl.config import read_config
 from attndsl.errors import (
     ArgumentError,
@@ -26,7 +27,7 @@ from attndsl.runtime.arguments import joined
 from attndsl.runtime.dispatch import check_backend_name
 from attndsl.runtime.doubts import tell
 from attndsl.runtime.lengths import AskedSizes
-from attndsl.runtime.location import Location, sizes_of_whole
+from attndsl.runtime.location import sizes_of_whole
 from attndsl.runtime.parts import localised
 from attndsl.runtime.programs import lowered_at, make_spec, warnings_at
 from attndsl.runtime.tiles import Verification, verify_call

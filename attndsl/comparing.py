@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attndsl.attention import Attention, on_reference
-from attndsl.compiled import bound_call, taken
+from attndsl.call.options import CALL_ARGUMENTS, LOCATION, options_in
+from attndsl.compiled import bound_call
 from attndsl.errors import ArgumentError, ShapeError, UnsupportedError, visible
-from attndsl.frontend.declare import CALL_ARGUMENTS
 from attndsl.ir import DType, dependencies, toposort
 from attndsl.runtime.arguments import autocast, joined
 from attndsl.runtime.backward import Asked, wants_for
-from attndsl.runtime.location import LOCATION, Location
 from attndsl.runtime.seed import draw_seed
 from attndsl.runtime.variants import sizes_of_operands
 from attndsl.tolerance import largest_allowed, spreads_of
@@ -238,7 +237,7 @@ def compare(
     given |= {x.name: x.default for x in attn.params if x.default is not None}
     given |= joined(captures, arguments)
     # In which nothing is optional, so that all that follows is of one program.
-    location = Location(**taken(dict(options), LOCATION))
+    location = options_in(options)[1]
     attn, present = attn.variant(given, sizes_of_operands(q, k), location)
     given = dict(present)
     program = attn.lowered.program

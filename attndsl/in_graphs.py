@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.log_sum import public_lse
+from attndsl.call.options import CALL_ARGUMENTS, options_in
+from attndsl.call.prepared import check_has_lse
 from attndsl.compiled import Compiled
-from attndsl.errors import AttnDSLError
-from attndsl.frontend.declare import CALL_ARGUMENTS
+from attndsl.errors import AttnDSLError, UnsupportedError
 from attndsl.operators import tell_counters
-from attndsl.runtime.arguments import is_deterministic
-from attndsl.runtime.bind import CallOptions, bind
-from attndsl.runtime.location import Location
+from attndsl.runtime.arguments import autocast
+from attndsl.runtime.bind import bind
+from attndsl.runtime.seed import draw_seed
 from attndsl.runtime.variants import sizes_of_operands
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from attndsl.compiled import Captures
 
     Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     Results = tuple[torch.Tensor, torch.Tensor]
@@ -106,16 +105,14 @@ class InGraphs(Compiled):
         options = {name: x for name, x in numbers.items() if name in CALL_ARGUMENTS}
         others = {name: x for name, x in numbers.items() if name not in CALL_ARGUMENTS}
         if (
-            not CALL_ARGUMENTS.isdisjoint(by_keyword) or options.pop("tiles", None) is not None
+            not CALL_ARGUMENTS.isdisjoint(by_keyword) or options.get("tiles") is not None
             or any(x is not None for x in others.values())
             or not {*absent, *others}.issubset(self._optional)
         ):  # fmt: skip
             return None  # Params, tiles, positions in tensors, or what the call refuses.
-        has_lse, out_dtype = options.pop("return_lse", False), options.pop("out_dtype", None)
-        scale, seed = options.pop("scale", None), options.pop("seed", None)
-        deterministic = is_deterministic(options.pop("deterministic", None))
-        how = CallOptions(scale, 0 if seed is None else seed, deterministic, out_dtype)
-        known = Constants(kinds, captured, Location(**options), how, bool(has_lse))
+        how, location = options_in(options)
+        has_lse = bool(how.return_lse)
+        known = Constants(kinds, captured, location, how, has_lse)
         made = stand_ins(known)
         if made is None:
             return None
@@ -130,24 +127,36 @@ class InGraphs(Compiled):
     # torch.compiler.assume_constant_result does the same, and takes seconds to import.
     _constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def _followed(
-        self, operands: Operands, captures: Captures, location: Location, options: CallOptions,
-        return_lse: bool,
-    ) -> torch.Tensor | Results:  # fmt: skip
+    def _followed(self, operands: Operands, given: dict[str, Any]) -> torch.Tensor | Results:
         """A call that is checked by operations which a graph, or a tracer, may follow.
 
         Args:
             operands: q, k and v.
-            captures: All captures.
-            location: Where the call lies in a larger one.
-            options: The rest.
-            return_lse: Whether lse is asked for.
+            given: The call's keywords.
+
+        Raises:
+            UnsupportedError: It has ``out``: graphs write nothing in place.
         """
         from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
 
+        seed = given.get("seed")
+        if seed is None and self._lowered.program.dropout is not None:
+            given = {**given, "seed": draw_seed(operands[0].device)}
+        elif isinstance(seed, torch.Tensor):
+            given = {**given, "seed": seed.clone()}  # The backward reads it again.
+        how, location = options_in(given)
+        if how.out is not None:
+            raise UnsupportedError(
+                "graphs of torch.compile have no out", hint="copy the result: out.copy_(...)"
+            )
+        if how.return_lse:
+            check_has_lse(self._lowered.program)
         if not torch.compiler.is_compiling():  # Counters see the operator before it runs.
             tell_counters()
+        q, k, v = operands
+        operands = autocast(q), autocast(k), autocast(v)
+        captures = self._captures_of(given)
         own, captures = self.variant(captures, sizes_of_operands(*operands[:2]), location)
-        call = bind(own._lowered.program, operands, captures, location, options)
-        found = attend_in_graph(own._request, call, options.scale)
-        return found if return_lse else found[0]
+        call = bind(own._lowered.program, operands, captures, location, how)
+        found = attend_in_graph(own._request, call, how.scale)
+        return found if how.return_lse else found[0]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attndsl.call.options import CALL_ARGUMENTS
 from attndsl.compiled import Compiled
-from attndsl.frontend.declare import CALL_ARGUMENTS
 from attndsl.passes.print_ir import print_expression
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The IR: one frozen, hash-consed node type, and the program made of such nodes.
 
 A node is an operation on the *pair* (query position, key position): it has no shape of its own.
-Which of ``b``, ``h``, ``q``, ``kv`` and ``score`` it depends on (:func:`depends_on`) decides the
+Which of ``b``, ``h``, ``q``, ``kv`` and ``score`` it depends on (:func:`dependencies`) decides the
 shape it is computed at. Equal nodes are the same object, so ``is`` compares whole expressions and
 every pass may memoise on a node.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attndsl.call.prepare import bound
 from attndsl.runtime.arguments import autocast, check_operands
 from attndsl.runtime.distributed import is_dtensor
 
@@ -37,6 +38,4 @@ def refuse_call(
     if is_dtensor(q):
         return
     check_operands(q, k, v)
-    rest = {name: x for name, x in given.items() if name not in ("return_lse", "tiles")}
-    own, arguments = attention._of_call(q, k, rest)
-    own._bound(q, k, v, arguments)
+    bound(attention, (q, k, v), given, attention._captures_of(given))

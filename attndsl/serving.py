@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import ReadsPages, Signature
+from attndsl.call.options import CallOptions, Location
+from attndsl.call.prepared import check_has_lse
 from attndsl.compiled import Compiled
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.logs import tell_once
 from attndsl.runtime.appending import FP8
 from attndsl.runtime.arguments import is_wide
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.bind import CallOptions, bind
+from attndsl.runtime.bind import bind
 from attndsl.runtime.chunks import MOST_FEW, capacity_of, found_chunks, prepared_chunks
 from attndsl.runtime.dispatch import choose_backend
-from attndsl.runtime.location import Location
 from attndsl.runtime.packed import Run, Step, location_of, rows_of, runs_by_values, runs_of, store
 from attndsl.runtime.paged import PagedCache, gathered, is_at_hand, looks_at_values
 from attndsl.runtime.plans import ServingPlan, held_by, in_capture, versions_of
@@ -261,11 +262,8 @@ class Serving(Compiled):
                     program.dropout.span,
                     "serve the program without dropout, as models are in evaluation",
                 )
-        if return_lse and program.weights is not None:
-            raise UnsupportedError(
-                "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
-                hint="drop return_lse; the outputs of parts of the keys are added up",
-            )
+        if return_lse:
+            check_has_lse(program)
 
     def _of_step(self, step: Step, given: Captures) -> tuple[Serving, Captures]:
         """The program of a step, and its captures; see :meth:`Compiled.variant`."""

@@ -13,9 +13,9 @@ import torch
 from attndsl.attention import on_reference
 from attndsl.backends.base import Backward, Wants
 from attndsl.backends.dense.spreads import spreads
-from attndsl.compiled import bound_call, taken
+from attndsl.call.options import options_in
+from attndsl.compiled import bound_call
 from attndsl.runtime.arguments import autocast
-from attndsl.runtime.location import LOCATION, Location
 from attndsl.runtime.parts import gradients_of_wholes, localised
 from attndsl.runtime.variants import sizes_of_operands
 
@@ -54,7 +54,7 @@ def spreads_of(attention: Attention, case: Case, dtype: torch.dtype) -> dict[str
     wide = {name: x.detach().double() for name, x in learned.items()}
     left_out = ("tiles", "out_dtype")
     options = {name: x for name, x in case.options.items() if name not in left_out}
-    location = Location(**taken(dict(options), LOCATION))
+    location = options_in(options)[1]
     given: dict[str, Any] = {x.name: x.default for x in attention.tensors if x.default is not None}
     given |= {x.name: x.default for x in attention.params if x.default is not None}
     given |= {**case.captures, **wide}

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.dense.reference import check_meaning
-from attndsl.compiled import Compiled, taken
+from attndsl.call.options import LOCATION, CallOptions, Location, taken
+from attndsl.compiled import Compiled
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.ir import reads_score
 from attndsl.runtime.arguments import autocast, check_operands
-from attndsl.runtime.bind import CallOptions, bind
+from attndsl.runtime.bind import bind
 from attndsl.runtime.dense import (
     MAX_BYTES,
     check_bytes,
@@ -21,7 +22,7 @@ from attndsl.runtime.dense import (
     dense_weights,
 )
 from attndsl.runtime.lengths import AskedSizes, call_of_lengths, completed, filled
-from attndsl.runtime.location import LOCATION, Location, Sizes, sizes_of_whole
+from attndsl.runtime.location import Sizes, sizes_of_whole
 from attndsl.runtime.parts import localised
 from attndsl.runtime.probability import check_probability
 from attndsl.runtime.programs import pointing_into
@@ -86,7 +87,7 @@ class Views(Compiled):
             kv_offset: Logical position of the first key.
             q_index: (q_len,) logical positions of the queries.
             kv_index: (kv_len,) logical positions of the keys.
-            whole_sizes: As for :meth:`tiles`, like the three that follow.
+            whole_sizes: As for :meth:`attndsl.Attention.tiles`, like the three that follow.
             h_offset: Number in the whole of the first query head.
             b_offset: Number in the whole of the first batch entry.
             kv_lengths: (batch,) numbers of keys.

@@ -213,7 +213,7 @@ def _without(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> 
 def _positions_apart(
     plain: dict[str, Any],
 ) -> tuple[Mapping[str, torch.Tensor], tuple[Any, ...]]:
-    """Those of a call's fields behind its params that are tensors, and all without these."""
+    """Fields behind a call's params that are tensors, and all fields without these."""
     positions = {**_tensors_among(plain)}
     part = plain["part"]
     if part is not None and part.kv_lengths is not None:
@@ -383,7 +383,7 @@ class Backend(Protocol):
     any_length: bool = False
     """Whether a call that it can run, it can run with any number of keys, and nothing is kept."""
     contracts: bool = True
-    """Whether it runs programs with contractions; others do by :mod:`.widened`."""
+    """Whether it runs programs with contractions; others do by :mod:`.tiled.dots`."""
 
     def why_not(self, device: torch.device) -> str | None:
         """Reason why this backend cannot run on ``device`` here, or None where it can."""

@@ -54,7 +54,7 @@ class LogSum(NamedTuple):
         ))  # fmt: skip
 
     def merged(self, other: LogSum) -> tuple[LogSum, torch.Tensor, torch.Tensor]:
-        """Those over the keys of both, and the shares of the keys of each (arXiv 1805.02867)."""
+        """Log-sums over the keys of both, and the shares of the keys of each (arXiv 1805.02867)."""
         shift = torch.maximum(self.shift, other.shift)
         top = shift.clamp_min(torch.finfo(shift.dtype).min)  # exp(-inf - top) is 0.
         own = torch.exp((self.shift - top) + self.rest)

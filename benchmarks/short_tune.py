@@ -86,13 +86,13 @@ class Bench:
 @contextmanager
 def fresh_kernels() -> Iterator[None]:
     """Backends that know no kernels, and a cache that has none."""
-    from attndsl.runtime.dispatch import forget_backends
+    from attndsl.foundation.caches import CACHES, Reason
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ATTNDSL_CACHE_DIR"] = folder
-        forget_backends()
+        CACHES.invalidate(Reason.BACKENDS)
         yield
-    forget_backends()
+    CACHES.invalidate(Reason.BACKENDS)
 
 
 def lines_of(row: Row, found: worker.Found) -> list[dict[str, Any]]:

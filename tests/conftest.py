@@ -26,7 +26,7 @@ from support.interpreter import hasten
 
 import attndsl
 from attndsl.comparing import Case
-from attndsl.runtime.dispatch import forget_backends
+from attndsl.foundation.caches import CACHES, Reason
 from attndsl.tolerance import largest_allowed, spreads_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -526,9 +526,9 @@ def own_cache(request: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> A
 
     monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiles, "INTERPRETED", request.module.CONFIGS)
-    forget_backends()
+    CACHES.invalidate(Reason.BACKENDS)
     yield tmp_path
-    forget_backends()
+    CACHES.invalidate(Reason.BACKENDS)
 
 
 @pytest.fixture

@@ -258,7 +258,7 @@ def _calls():
         "grad_dtype": None, "tiles": None, "room": _heads(2, 2, 5, 8), **located,
         "scale": None, "seed": None, "deterministic": None,
     }  # fmt: skip
-    yield "put", PROGRAM.put, {**heads, "room": _heads(2, 2, 5, 8), **NAMED, "q_offset": 0}
+    yield "a call with out", PROGRAM, {**heads, "out": _heads(2, 2, 5, 8), **NAMED, "q_offset": 0}
     yield "sink_logits", SUNK.sink_logits, {"q": heads["q"], "k": heads["k"], "s": torch.ones(2)}
     yield "weights", PROGRAM.weights, {"q": heads["q"], "k": heads["k"], **NAMED}
     yield "compile", attndsl.compile, {

@@ -14,8 +14,9 @@ import torch
 from attndsl import cli
 from attndsl.cli import arguments, running
 from attndsl.errors import ConfigError
+from attndsl.foundation.caches import CACHES, Reason
 from attndsl.runtime.cache import KernelCache
-from attndsl.runtime.dispatch import BACKENDS, forget_backends
+from attndsl.runtime.dispatch import BACKENDS
 from attndsl.runtime.programs import compiled_program
 from attndsl.settings import read_settings
 
@@ -463,7 +464,7 @@ def test_the_cache_is_listed_in_words(attndsl, write, tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(folder))
     compiled_program.cache_clear()
-    forget_backends()
+    CACHES.invalidate(Reason.BACKENDS)
     file = write("a.attn", "# near\nparam w: int\nmask = q >= kv and q - kv < w\n")
     code, _, err = attndsl(
         "run", file, "-p", "w=3", "--backend", "triton", "--q-len", 8, "--head-dim", 8,

@@ -16,7 +16,7 @@ from support.fork_server import run_python
 import attndsl
 from attndsl import logs
 from attndsl.backends.triton import tiles
-from attndsl.runtime.dispatch import forget_backends
+from attndsl.foundation.caches import CACHES, Reason
 from attndsl.runtime.programs import compiled_program
 
 CONFIGS = tiles.INTERPRETED
@@ -98,7 +98,7 @@ def test_the_cache_is_told_of(told, own_cache):
     assert keys(first, "found") == []
     (line,) = (line for line in first if line.startswith("compiled program "))
     assert 0 < float(line.partition(" in ")[2].split()[0]) < spent
-    forget_backends()
+    CACHES.invalidate(Reason.BACKENDS)
     again = told(logging.DEBUG, lambda: _call(compiled()))
     assert keys(again, "no") == []
     assert set(keys(again, "found")) == set(keys(first, "no"))

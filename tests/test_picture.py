@@ -13,6 +13,7 @@ import torch
 import attndsl
 from attndsl.backends.base import Call
 from attndsl.backends.tiled.tile_kinds import tile_kinds
+from attndsl.call.options import Location
 from attndsl.errors import (
     ArgumentError,
     AttnDSLError,
@@ -21,7 +22,6 @@ from attndsl.errors import (
     UnsupportedError,
 )
 from attndsl.picture import highlighted, picture_data, png, svg, text, write
-from attndsl.runtime.location import Location
 from attndsl.source import shorten
 
 SVG = "{http://www.w3.org/2000/svg}"

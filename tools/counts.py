@@ -29,15 +29,17 @@ import ast
 import io
 import re
 import statistics
-import subprocess
-import tarfile
 import tokenize
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("attndsl", "backends")
+from sources import is_device_code, lines_of, parse, read_commit, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sources import Sources
+
 FAMILIES = {"triton": "portable", "portable": "portable", "hopper": "hopper"}
 """The family of kernels that a folder or a file belongs to, by its name."""
 KERNEL_NAMES = frozenset(
@@ -64,13 +66,10 @@ UNPACKINGS = (
     ("attndsl/runtime/second.py", "_call"),
     ("attndsl/runtime/higher.py", "Packed.call"),
     ("attndsl/runtime/operator.py", "_call"),
-    ("attndsl/attention.py", "Attention._called"),
+    ("attndsl/call/prepared.py", "PreparedCall.call"),
 )
 """Functions that put a call together from what another one took apart: file and name."""
 _HOOK = re.compile(r"\s*#: (\w+)\s*$")
-
-Sources = Mapping[str, str]
-"""Texts of Python files, by their path from the root of the repository."""
 
 
 class Function(NamedTuple):
@@ -82,27 +81,6 @@ class Function(NamedTuple):
     """Names in its signature, without hooks."""
     hooks: int
     """Hooks in its signature."""
-
-
-def read_commit(commit: str | None) -> dict[str, str]:
-    """Python files at ``commit``, or of the working tree if None.
-
-    Raises:
-        subprocess.CalledProcessError: git knows no such commit.
-    """
-    if commit is None:
-        paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-        return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
-    packed = subprocess.run(
-        ["git", "archive", commit, *FOLDERS], cwd=ROOT, check=True, capture_output=True
-    ).stdout
-    found = {}
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        for member in archive:
-            text = archive.extractfile(member) if member.name.endswith(".py") else None
-            if text is not None:
-                found[member.name] = text.read().decode("utf-8")
-    return found
 
 
 def of_backends(sources: Sources) -> dict[str, str]:
@@ -119,18 +97,13 @@ def templates(sources: Sources) -> dict[str, str]:
     }
 
 
-def lines_of(sources: Sources) -> int:
-    """Lines of all files."""
-    return sum(text.count("\n") for text in sources.values())
-
-
 def device_functions(sources: Sources) -> list[Function]:
     """All device functions of ``backends/``, in the order of their files."""
     found = []
     for path, text in of_backends(sources).items():
         lines = text.splitlines()
-        for node in ast.walk(ast.parse(text, path)):
-            if isinstance(node, ast.FunctionDef) and _is_device_code(node):
+        for node in ast.walk(parse(text)):
+            if isinstance(node, ast.FunctionDef) and is_device_code(node):
                 signature = lines[node.lineno - 1 : node.body[0].lineno - 1]
                 hooks = sum(_HOOK.match(line) is not None for line in signature)
                 found.append(Function(path, node.name, _parameters(node.args), hooks))
@@ -180,7 +153,7 @@ def kernel_tables(sources: Sources) -> list[str]:
     """Tables of facts about kernels, as ``FILE:NAME``."""
     found = []
     for path, text in sources.items():
-        for scope in _scopes(ast.parse(text, path)):
+        for scope in _scopes(parse(text)):
             for node in scope.body:
                 if isinstance(node, ast.Assign):
                     name, value = ast.unparse(node.targets[0]), node.value
@@ -196,8 +169,8 @@ def kernel_tables(sources: Sources) -> list[str]:
 def kernel_comparisons(sources: Sources) -> int:
     """Comparisons with a kernel's name."""
     found = 0
-    for path, text in sources.items():
-        for node in ast.walk(ast.parse(text, path)):
+    for text in sources.values():
+        for node in ast.walk(parse(text)):
             if isinstance(node, ast.Compare):
                 constants = (part for part in ast.walk(node) if isinstance(part, ast.Constant))
                 found += any(part.value in KERNEL_NAMES for part in constants)
@@ -221,7 +194,7 @@ def family_imports(sources: Sources) -> int:
         own = _family(PurePosixPath(path).with_suffix("").parts)
         if own is None:
             continue
-        for node in ast.walk(ast.parse(text, path)):
+        for node in ast.walk(parse(text)):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     other = _family([*_target(path, node), alias.name])
@@ -256,19 +229,6 @@ def count(sources: Sources) -> dict[str, int | str]:
     }
 
 
-def table(columns: Mapping[str, Mapping[str, int | str]]) -> str:
-    """Figures beside each other: one row each, one column a commit."""
-    rows = [["", *columns]]
-    for name in next(iter(columns.values())):
-        rows.append([name, *(str(column[name]) for column in columns.values())])
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    lines = []
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
-
-
 def _figures(name: str, functions: Sequence[Function]) -> dict[str, int | str]:
     numbers = [function.parameters for function in functions] or [0]
     return {
@@ -278,11 +238,6 @@ def _figures(name: str, functions: Sequence[Function]) -> dict[str, int | str]:
         f"{name}: parameters, median": f"{statistics.median(numbers):g}",
         f"{name}: parameters, most": max(numbers),
     }
-
-
-def _is_device_code(node: ast.FunctionDef) -> bool:
-    decorators = {ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list}
-    return bool(decorators & {"triton.jit", "gluon.jit"})
 
 
 def _parameters(arguments: ast.arguments) -> int:
@@ -338,7 +293,7 @@ def _is_kernel_table(value: ast.expr) -> bool:
 def _functions_of(text: str) -> dict[str, ast.FunctionDef]:
     """A file's functions by their names, those of methods behind their class's."""
     found: dict[str, ast.FunctionDef] = {}
-    for scope in _scopes(ast.parse(text)):
+    for scope in _scopes(parse(text)):
         prefix = f"{scope.name}." if isinstance(scope, ast.ClassDef) else ""
         functions = (node for node in scope.body if isinstance(node, ast.FunctionDef))
         found |= {prefix + node.name: node for node in functions}

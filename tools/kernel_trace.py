@@ -45,7 +45,8 @@ from kernel_cases import BATCH, CASES, HEADS, KV_HEADS, LENGTH, ROWS, SETTINGS, 
 os.environ.pop("TRITON_INTERPRET", None)
 
 import attndsl  # Kernels are compiled, whatever the environment says.
-from attndsl.runtime.dispatch import forget_backends, get_backend
+from attndsl.foundation.caches import CACHES, Reason
+from attndsl.runtime.dispatch import get_backend
 
 SHARED_MEMORY = {"cuda:80": 166912, "cuda:90": 232448}
 
@@ -310,7 +311,7 @@ def trace(case: Case, setting: Setting, texts: Path, ptx: bool) -> list[dict[str
     tracer = Tracer(texts, ptx)
     driver.set_active(Driver(setting.target))
     triton.compile = tracer.compile
-    forget_backends()  # Its kernels are for one target.
+    CACHES.invalidate(Reason.BACKENDS)  # Its kernels are for one target.
     backend = "decode" if setting.family == "serve" else setting.family
     type(get_backend(backend)).why_not = lambda backend, device: None
     given = operands(case, setting)

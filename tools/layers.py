@@ -37,19 +37,16 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"backends.hopper"}),
     frozenset({"backends.generated"}),
     frozenset({"tilemap", "merging"}),
-    frozenset({"runtime", "config"}),
+    frozenset({"runtime", "config", "call.options"}),
+    frozenset({"call", "compiled", "refusals"}),
     frozenset({"parallel"}),
     frozenset({"saving"}),
     frozenset({"explain", "picture", "made_up"}),
-    frozenset({"compiled"}),
     frozenset(
         {
             "analysis",
             "in_graphs",
             "introspection",
-            "other_lengths",
-            "refusals",
-            "repeated",
             "serving",
             "views",
         }

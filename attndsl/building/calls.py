@@ -108,7 +108,7 @@ def examples(attention: Attention, asked: Asked) -> Iterator[Example]:
 
 
 def _lengths(asked: Asked, dim: int) -> tuple[tuple[int, int], ...]:
-    """Those that are asked for, and others for which Hopper's kernels have tiles of other sizes."""
+    """Lengths that are asked for, and others for which Hopper's kernels have other tiles."""
     found = dict.fromkeys(asked.lengths)
     for rows, keys in asked.lengths:
         known = _UNALIGNED if rows % 16 else _ALIGNED

@@ -63,7 +63,7 @@ def list_entries(as_json: bool) -> None:
 
 
 def _bundles() -> list[Bundle]:
-    """Those of the environment and those that were imported; says which cannot be read."""
+    """Bundles of the environment and imported ones; says which cannot be read."""
     settings = read_settings()
     found = []
     for place in (*settings.bundles, *imported_places(settings.cache_dir)):

@@ -6,10 +6,10 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from attndsl.call.options import Location
 from attndsl.errors import ArgumentError
 from attndsl.made_up import make_for_picture
 from attndsl.picture import check_path, picture_data, text, write
-from attndsl.runtime.location import Location
 
 from .captures import check_dim_names
 from .stages import compile_program

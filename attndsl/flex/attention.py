@@ -123,8 +123,8 @@ def flex_attention(
             they are converted to query's, and the call has no gradients.
         value: (B, Hkv, Lk, Dv).
         score_mod: A function of ``(score, b, h, q_idx, kv_idx)``.
-        block_mask: Of :func:`create_block_mask` or of torch's. A pair is live where its block is
-            listed and, in blocks that are not full, the ``mask_mod`` holds.
+        block_mask: Of :func:`.block_mask.create_block_mask` or of torch's. A pair is live where its
+            block is listed and, in blocks that are not full, the ``mask_mod`` holds.
         scale: Factor of the raw score; 1 / sqrt(D) by default.
         enable_gqa: Whether there may be more query heads than key heads.
         return_lse: Whether to return the log-sum-exp too, natural logarithm.

@@ -173,7 +173,8 @@ def create_block_mask(
         dq_kv_order: The order of that.
 
     Within a graph of ``torch.compile`` torch's own function finds the blocks, by all pairs. Calls
-    of :func:`flex_attention` go by ``mask_mod`` and leave them to the compiler, which drops them.
+    of :func:`.attention.flex_attention` go by ``mask_mod`` and leave them to the compiler, which
+    drops them.
 
     Raises:
         TraceError: The function cannot be traced.

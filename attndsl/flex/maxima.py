@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.runtime.bind import CallOptions, bind
+from attndsl.call.options import CallOptions
+from attndsl.runtime.bind import bind
 from attndsl.runtime.graph import maxima_in_graph
 from attndsl.runtime.maxima import row_maxima
 from attndsl.runtime.operator import Request

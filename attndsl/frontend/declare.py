@@ -16,14 +16,6 @@ if TYPE_CHECKING:
 _TYPES = {t.value: t for t in DType}
 
 GIVEN = "was given to compile()"
-CALL_ARGUMENTS = frozenset(
-    {
-        "self", "q", "k", "v", "scale", "return_lse", "q_offset", "kv_offset", "q_index",
-        "kv_index", "q_len", "kv_len", "heads", "kv_heads", "batch", "h_offset", "b_offset",
-        "kv_lengths", "deterministic", "seed", "tiles", "out_dtype", "captures",
-    }
-)  # fmt: skip
-"""Arguments of every call: captures of such names are given in ``captures``, not by keyword."""
 COMPILE_ARGUMENTS = frozenset(
     {"text", "backend", "name", "checked", "exact", "first_line", "params", "tensors"}
 )

@@ -10,11 +10,13 @@ from weakref import ref
 
 import torch
 
-from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
+from attndsl.call.options import OPTIONS, WHOLE
+from attndsl.call.prepared import check_has_lse
+from attndsl.errors import ArgumentError, ShapeError
+from attndsl.foundation.caches import BoundedCache
 from attndsl.ir import Op
 from attndsl.runtime.arguments import autocast, check_operands, joined
 from attndsl.runtime.distributed import is_dtensor
-from attndsl.runtime.location import WHOLE
 from attndsl.scalars import number_key
 
 from .costs import Shape
@@ -33,12 +35,12 @@ if TYPE_CHECKING:
 _WHOLE_SIZES = ("batch", "heads", "kv_heads")
 _PLACES = ("h_offset", "b_offset")
 _OPTIONS = ("scale", "deterministic", "seed", "out_dtype")
+_TAKEN = (*_OPTIONS, "return_lse", *_WHOLE_SIZES, *_PLACES)
+"""Options that a caller gives."""
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 """Types of arguments that are told apart by their values."""
 _MAX_KNOWN = 64
-_FOLLOWS = (
-    "q_offset", "kv_offset", "q_index", "kv_index", "q_len", "kv_len", "kv_lengths", "tiles",
-)  # fmt: skip
+_FOLLOWS = tuple(name for name in OPTIONS if name not in _TAKEN)
 """Arguments of calls that the plan says."""
 
 
@@ -49,8 +51,7 @@ class Sharded:
         self._cp = cp
         self.attention = attention
         """The compiled program."""
-        self._known: dict[Any, _Known] = {}
-        """Calls that were checked, by what they were given."""
+        self._known: BoundedCache[_Known] = BoundedCache("context-parallel calls", _MAX_KNOWN)
 
     def __call__(
         self,
@@ -109,10 +110,8 @@ class Sharded:
             return attend_shards(of_shards, program, (q, k, v), given, WHOLE, options)
         job, key, plan = _planned(self._cp, attention, (q, k, v), given, options)
         if given_key is not None:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
             tensors = {name: ref(given[name]) for name in job.names}
-            self._known[given_key] = _Known(job, key, plan, tensors)
+            self._known.put(given_key, _Known(job, key, plan, tensors))
         return _run(self._cp, job, (q, k, v), given)
 
     def gradients(
@@ -265,11 +264,8 @@ def _check_options(attention: Program, options: Mapping[str, Any]) -> None:
         ArgumentError: Dropout without a seed.
     """
     program = attention.lowered.program
-    if options["return_lse"] and program.weights is not None:
-        raise UnsupportedError(
-            "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
-            hint="drop return_lse",
-        )
+    if options["return_lse"]:
+        check_has_lse(program)
     if program.dropout is not None and options["seed"] is None:
         raise ArgumentError(
             "the program has dropout, and each rank would draw a seed of its own",

@@ -517,7 +517,7 @@ def _in_backward() -> bool:
 
 
 def _fitting(program: Program, captures: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``captures`` that ``program`` declares."""
+    """The ``captures`` that ``program`` declares."""
     found = program.lowered.program
     names = {x.name for x in found.params} | {x.name for x in found.tensors}
     return {name: x for name, x in captures.items() if name in names}

@@ -29,7 +29,7 @@ class Spans(NamedTuple):
     stop: Ints
 
     def of(self, first: int, stop: int) -> Spans:
-        """Those of readers ``first`` to ``stop``."""
+        """Spans of readers ``first`` to ``stop``."""
         a, b = np.searchsorted(self.reader, (first, stop)).tolist()
         return Spans(*(x[a:b] for x in self))
 

@@ -12,14 +12,13 @@ Non-goals: which rows go where (:mod:`.routes`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import _functional_collectives as functional
 
 from attndsl.backends.memory_order import empty_like
-from attndsl.runtime.backward import Asked, Results
 
 from .beside import Beside
 from .eager import Fetch, Sums, is_eager
@@ -58,9 +57,6 @@ class Program(Protocol):
     def __call__(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
         """A call."""
 
-    def put(self, q: Any, k: Any, v: Any, room: Any, **arguments: Any) -> Any:
-        """A call whose output is put into ``room``."""
-
     def backward(self, q: Any, k: Any, v: Any, *results: Any, **arguments: Any) -> Any:
         """Its gradients from given results."""
 
@@ -69,9 +65,6 @@ class Program(Protocol):
 
     def variant(self, captures: Any) -> tuple[Any, Any]:
         """The program of a call, and all captures of it."""
-
-    def _repeated(self, options: Mapping[str, Any]) -> Any:
-        """Calls with these options, of which all but the first ones take less of the host."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,16 +86,6 @@ class Job:
     """Captured tensors of this rank's rows, and the dim that these lie along."""
     has_lse: bool
     returns_lse: bool
-    known: dict[tuple[int, bool], Any] = field(default_factory=dict)
-    """Calls of parts, by their first rows, and whether they are backwards."""
-
-    def call(self, part: Part, backward: bool = False) -> Any:
-        """The call of ``part``, which is made again with each call of this job."""
-        key = part.row, backward
-        if (found := self.known.get(key)) is None:
-            options = _backward_options(self, part) if backward else self.places(part)
-            found = self.known[key] = self.attention._repeated(options)
-        return found
 
     def places(self, part: Part) -> dict[str, Any]:
         """Options of the calls of ``part``, with its offsets in the whole sequence and heads."""
@@ -251,8 +234,11 @@ def _put_together(
                 keys, values = fetch.of(part)
                 operands = q.narrow(2, part.row, part.rows), keys, values
                 room = out.narrow(2, part.row, part.rows)
-                lse = job.call(part).put(operands, room, job.captures(captured, part))
-            lses[part.row] = lse
+                some = job.attention(
+                    *operands, out=room, return_lse=job.has_lse,
+                    captures=job.captures(captured, part), **job.places(part),
+                )  # fmt: skip
+            lses[part.row] = some[1]
     if not job.has_lse:
         return [out]
     return [out, torch.cat([lses[part.row] for part in job.table.parts], 2)]
@@ -414,13 +400,9 @@ def _of_part(
     assert out is not None
     assert grad_out is not None
     kind = None if _sum_dtype(q) is q.dtype else _sum_dtype(q)
-    own = job.captures(captured, part)
-    if is_eager(q, *seen):
-        given, how = Results(out, lse, grad_out, grad_lse), Asked(captures=names, dtype=kind)
-        return job.call(part, backward=True).backward((q, *seen), given, room, how, own)
     return job.attention.backward(
         q, *seen, out, lse, grad_out, grad_lse, room=room, wants_captures=names, grad_dtype=kind,
-        captures=own, **_backward_options(job, part),
+        captures=job.captures(captured, part), **_backward_options(job, part),
     )  # fmt: skip
 
 
@@ -434,7 +416,7 @@ def _two(values: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, to
 
 
 def _backward_options(job: Job, part: Part) -> dict[str, Any]:
-    """Those of the call, but what the results have already said."""
+    """Options of the call that its results have not already said."""
     return {name: x for name, x in job.places(part).items() if name != "out_dtype"}
 
 

@@ -16,12 +16,13 @@ import torch
 from attndsl.backends.base import Part
 from attndsl.backends.dense.interpret import Scope, evaluate
 from attndsl.backends.tiled.tile_kinds import Grid, grid_of, kinds_by_bounds
+from attndsl.call.options import LOCATION, WHOLE
 from attndsl.errors import ArgumentError
 from attndsl.ir import reads_score
 from attndsl.passes.print_ir import print_program
 from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
 from attndsl.runtime.bind import bind
-from attndsl.runtime.location import LOCATION, WHOLE, plain_int
+from attndsl.runtime.location import plain_int
 from attndsl.runtime.parts import localised
 from attndsl.runtime.values import check_values
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Call, Scalar
+    from attndsl.call.options import Location
     from attndsl.pipeline import Lowered
-    from attndsl.runtime.location import Location
 
     from .curve import Curve
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.api import Options, compile_source
+from attndsl.call.options import Location
 from attndsl.errors import AttnDSLError, ProgramErrors
 from attndsl.frontend.format import format_source
 from attndsl.ir import DType, leaf_names
@@ -15,7 +16,6 @@ from attndsl.made_up import make_captures, make_for_picture
 from attndsl.passes.print_ir import print_derivative
 from attndsl.passes.tiles.describe import print_tiles
 from attndsl.picture import picture_data, svg
-from attndsl.runtime.location import Location
 from attndsl.runtime.programs import pointing_into
 from attndsl.source import Source
 
@@ -200,7 +200,7 @@ def _present(attention: Attention, asked: Asked) -> Attention:
 
 
 def _given(program: Program, params: Mapping[str, Number | None]) -> dict[str, Number]:
-    """Those of ``params`` that the program has: it changes as people type."""
+    """The ``params`` that the program has: it changes as people type."""
     values = {decl.name: params.get(decl.name) for decl in program.params}
     return {name: value for name, value in values.items() if value is not None}
 

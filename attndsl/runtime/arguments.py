@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.call.options import CALL_ARGUMENTS
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, counted
-from attndsl.frontend.declare import CALL_ARGUMENTS, COMPILE_ARGUMENTS
+from attndsl.frontend.declare import COMPILE_ARGUMENTS
 from attndsl.ir import DType, Op, sides
 from attndsl.passes.evaluate import Environment, evaluate
 from attndsl.passes.print_ir import print_expression
 from attndsl.scalars import as_number
 
-from .location import INTS, kind_of
+from .location import INTS
 from .values import check_int, no_value, plain_number
 
 if TYPE_CHECKING:
@@ -300,20 +301,6 @@ def _instead_of(name: str, needed: list[str]) -> str:
         return f"{_OF_SDPA[name]}; attndsl.scaled_dot_product_attention has torch's arguments"
     close = difflib.get_close_matches(name, needed, n=1)
     return f"did you mean '{close[0]}'?" if close else f"it takes {', '.join(needed) or 'none'}"
-
-
-def kinds_of(
-    options: tuple[object, ...], tiles: object, captures: Mapping[str, object], numbers: object
-) -> tuple[object, ...]:
-    """Properties of a call's options and captures that validation looks at.
-
-    Args:
-        options: Those whose kinds matter.
-        tiles: What stands for itself.
-        captures: The call's.
-        numbers: Those of its location, where it is a part of a larger call.
-    """
-    return (tiles, numbers, *map(kind_of, options), *captures, *map(kind_of, captures.values()))
 
 
 def learned(captures: Mapping[str, object]) -> frozenset[str]:

@@ -66,7 +66,7 @@ def attend(
         return both if return_lse else both[0]
     # torch's own gradient of a product lets what is not finite reach all of its rows.
     own = not backend.differentiable or lowered.program.bounded
-    if own and torch.is_grad_enabled() and _needs_grad(call):
+    if own and torch.is_grad_enabled() and needs_grad(call):
         form, tensors = call.flatten()
         if first:
             needs = tuple(x.requires_grad for x in tensors)
@@ -96,7 +96,8 @@ def without_neg(call: Call) -> Call:
     )
 
 
-def _needs_grad(call: Call) -> bool:
+def needs_grad(call: Call) -> bool:
+    """Return True if an operand or a capture of ``call`` requires a gradient."""
     if call.q.requires_grad or call.k.requires_grad or call.v.requires_grad:
         return True
     if not call.tensors and not call.params:

@@ -171,38 +171,34 @@ def check_has_seed(program: Program, seed: object) -> None:
 
 
 def check_room(
-    room: torch.Tensor | None, shape: Sequence[int], kind: torch.dtype, device: torch.device
-) -> None:
-    """Refuse room that a result of these properties does not fit.
+    name: str, room: torch.Tensor | None, shape: Sequence[int], kind: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Refuse an argument ``name`` that a result of these properties cannot be written to.
 
     Raises:
         ArgumentError, ShapeError, DTypeError, DeviceError: Says which, and what it is.
     """
     if room is None:
         return
+    hint = f"give {name} of shape {tuple(shape)}, {kind}, on {device}"
     if not isinstance(room, torch.Tensor):
-        raise ArgumentError(
-            f"room is a {type(room).__name__}", hint=_room_hint(shape, kind, device)
-        )
+        raise ArgumentError(f"{name} is a {type(room).__name__}", hint=hint)
     if is_dtensor(room):
-        raise ArgumentError("room is a DTensor", hint="pass this process's part: room.to_local()")
-    if tuple(room.shape) != tuple(shape):
-        raise ShapeError(
-            f"room has shape {tuple(room.shape)}", hint=_room_hint(shape, kind, device)
+        raise ArgumentError(
+            f"{name} is a DTensor", hint=f"pass this process's part: {name}.to_local()"
         )
+    if tuple(room.shape) != tuple(shape):
+        raise ShapeError(f"{name} has shape {tuple(room.shape)}", hint=hint)
     if room.dtype is not kind:
-        raise DTypeError(f"room is of dtype {room.dtype}", hint=_room_hint(shape, kind, device))
+        raise DTypeError(f"{name} is of dtype {room.dtype}", hint=hint)
     if room.device != device:
-        raise DeviceError(f"room is on {room.device}", hint=_room_hint(shape, kind, device))
-    check_is_writable("room", room)
+        raise DeviceError(f"{name} is on {room.device}", hint=hint)
+    check_is_writable(name, room)
     if room.requires_grad:
         raise ArgumentError(
-            "room requires grad, and what is put there has none", hint="pass room.detach()"
+            f"{name} requires grad, and what is put there has none", hint=f"pass {name}.detach()"
         )
-
-
-def _room_hint(shape: Sequence[int], kind: torch.dtype, device: torch.device) -> str:
-    return f"give room of shape {tuple(shape)}, {kind}, on {device}"
 
 
 def in_room(room: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor | None:

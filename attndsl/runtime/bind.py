@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.backends.base import Call
 from attndsl.backends.memory_order import rows_contiguous
+from attndsl.call.options import WHOLE, CallOptions
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attndsl.ir import TOKENS
 
@@ -20,12 +21,13 @@ from .arguments import (
     check_scale,
     checked_param,
     checked_tensor,
+    is_deterministic,
     is_wide,
     scale_of,
     sizes_of,
 )
 from .distributed import is_dtensor
-from .location import INTS, WHOLE, check_lengths, part_of, plain_int
+from .location import INTS, check_lengths, is_plain, part_of, plain_int, with_ints
 from .parts import narrowed, with_shares
 from .values import check_offset
 
@@ -33,24 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Part, Scalar
+    from attndsl.call.options import Location
     from attndsl.ir import Program
 
-    from .location import Location
-
     Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """Options of a call: its arguments beside tensors and location.
-
-    See :meth:`attndsl.Attention.__call__` for each.
-    """
-
-    scale: float | None = None
-    seed: int | torch.Tensor = 0
-    deterministic: bool = False
-    out_dtype: torch.dtype | None = None
 
 
 DEFAULTS = CallOptions()
@@ -78,8 +66,8 @@ def bind(
         ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
     """
     q, k, v = operands
-    location = location.with_ints()
-    if type(options.seed) is not int:
+    location = with_ints(location)
+    if options.seed is not None and type(options.seed) is not int:
         options = replace(options, seed=plain_int(options.seed))
     _check_plain({"q": q, "k": k, "v": v, **captures})
     check_operands(q, k, v)
@@ -95,7 +83,8 @@ def bind(
     operands = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     call = call_of(program, operands, (tensors, params), location, options)
     check_rows(program, tensors)
-    _check_seed(options.seed, q.device)
+    if options.seed is not None:
+        _check_seed(options.seed, q.device)
     _check_index("q_index", location.q_index, q.shape[2], q.device)
     _check_index("kv_index", location.kv_index, k.shape[2], q.device)
     call = narrowed(program, call)
@@ -137,8 +126,8 @@ def call_of(
         kv_offset=location.kv_offset,
         q_index=location.q_index,
         kv_index=location.kv_index,
-        seed=options.seed,
-        deterministic=options.deterministic,
+        seed=0 if options.seed is None else options.seed,
+        deterministic=is_deterministic(options.deterministic),
         part=part,
     )
 
@@ -156,7 +145,7 @@ def _sizes_and_part(
         ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
     """
     own = sizes_of(q, k)
-    if location.plain and not (program.by_token and _rows_are_moved(location)):
+    if is_plain(location) and not (program.by_token and _rows_are_moved(location)):
         return own, None
     if location.kv_lengths is not None:
         check_lengths(location.kv_lengths, q.shape[0], q.device)

@@ -74,7 +74,7 @@ class Versions:
 
     @staticmethod
     def here() -> Versions:
-        """Those of this process."""
+        """Versions of this process."""
         return Versions(
             version_of("attndsl"), source_fingerprint(), version_of("triton"), python_suffix()
         )
@@ -100,7 +100,7 @@ class Bundle:
         return sum(file.bytes for file in self.files.values())
 
     def keys(self) -> list[str]:
-        """Those of its entries."""
+        """Keys of its entries."""
         names = (n for n in self.files if n.startswith("entries/") and n.endswith(".json"))
         return [name.removeprefix("entries/").removesuffix(".json") for name in names]
 

@@ -23,11 +23,12 @@ from attndsl.backends.base import NONE, Signature
 from attndsl.backends.log_sum import public_lse
 from attndsl.backends.memory_order import rows_contiguous
 from attndsl.backends.requests import ChunkResults, Packed
+from attndsl.call.options import CallOptions
 from attndsl.ir import DType
 from attndsl.logs import tell_once
 from attndsl.passes.tiles.plan import FORWARD
 
-from .bind import CallOptions, bind
+from .bind import bind
 from .dispatch import backend_of, tell_choice
 from .parts import terms_of
 

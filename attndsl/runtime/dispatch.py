@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import logging
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.dots import WidenedBackend
 from attndsl.errors import BackendError
-from attndsl.foundation.caches import CACHES, Reason
+from attndsl.foundation.caches import CACHES, Reason, memoised
 from attndsl.logs import LOG, tell_once
 from attndsl.settings import starts_quickly
 from attndsl.uncollected import uncollected
@@ -177,7 +177,11 @@ def _decode(checked: bool) -> Backend:
 def _fastest(checked: bool) -> Backend:
     from attndsl.backends.generated.for_hopper import fastest_backend
 
-    return fastest_backend(_store(), forget_calls if starts_quickly() else None)
+    return fastest_backend(_store(), _other_kernels if starts_quickly() else None)
+
+
+def _other_kernels() -> None:
+    CACHES.invalidate(Reason.KERNELS)
 
 
 def _nothing_missing() -> str | None:
@@ -225,26 +229,7 @@ def get_backend(name: str, checked: bool = False) -> Backend:
     return _made(name, checked)
 
 
-def forget_backends() -> None:
-    """From now on backends are other objects, which hold no kernels yet: to measure and to test."""
-    _made.cache_clear()
-    CACHES.invalidate(Reason.BACKENDS)
-    forget_calls()
-
-
-@cache
-def kept_calls() -> dict[Any, Any]:
-    """Room for what operators find out of calls."""
-    return {}
-
-
-def forget_calls() -> None:
-    """Have operators find out anew what runs their calls: backends or their kernels are others."""
-    kept_calls.cache_clear()
-    CACHES.invalidate(Reason.KERNELS)
-
-
-@cache
+@memoised("backends", None, Reason.BACKENDS)
 def _made(name: str, checked: bool) -> Backend:
     # ``cache`` takes ``f(x)`` and ``f(x, False)`` for two calls.
     try:

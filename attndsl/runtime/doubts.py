@@ -13,10 +13,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attndsl.call.options import LOCATION
 from attndsl.errors import ProgramWarning
 from attndsl.ir import Op, node, var
-
-from .location import LOCATION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

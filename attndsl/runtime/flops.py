@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from attndsl.call.options import CallOptions
 from attndsl.errors import UnsupportedError
 from attndsl.operands import Operands
 from attndsl.passes.tiles.sandwich import relaxed
 from attndsl.passes.tiles.sparsity import analyse
 from attndsl.scalars import number_key
 
-from .bind import CallOptions, call_of
+from .bind import call_of
 from .operator import location_of, params_of
 from .parts import localised
 from .programs import lowered_program

@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from attndsl.backends.base import Call, Wants
+    from attndsl.call.options import CallOptions, Location
     from attndsl.ir import Program
 
     from .backward import Results
-    from .bind import CallOptions
-    from .location import Location
     from .operator import Request
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

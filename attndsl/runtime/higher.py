@@ -158,7 +158,7 @@ def flattened(call: Call) -> tuple[Form, Tensors]:
 
 
 def tangents_at(form: Form, places: tuple[int, ...], given: Tensors) -> Tangents:
-    """Those ``given`` of the tensors at ``places`` of a call of ``form``."""
+    """The tangents ``given`` of the tensors at ``places`` of a call of ``form``."""
     # By place, since a capture may be called like an operand.
     found = dict(zip(places, given, strict=True))
     q, k, v = map(found.get, range(3))

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.call.options import WHOLE, CallOptions
 from attndsl.errors import ArgumentError, ShapeError
 from attndsl.ir import DType, Op, leaf_names, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 from attndsl.scalars import as_number
 
-from .bind import CallOptions, bind
-from .location import WHOLE, Sizes, plain_int
+from .bind import bind
+from .location import Sizes, plain_int, with_ints
 from .values import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Call, Scalar
+    from attndsl.call.options import Location
     from attndsl.ir import Node, Program, TensorDecl
     from attndsl.pipeline import Lowered
-
-    from .location import Location
 
     Captures = Mapping[str, torch.Tensor | Scalar]
 
@@ -120,7 +120,7 @@ def completed(
     Raises:
         ShapeError: A capture that contradicts a size, and the argument that would fit it.
     """
-    location = location.with_ints()
+    location = with_ints(location)
     sizes = _inferred(_fitting(program, captures), asked.with_ints(), location)
     if not all(isinstance(getattr(sizes, name), int) for name in _GIVEN):
         return dict(captures), sizes  # The call refuses them, and says why.

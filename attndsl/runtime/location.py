@@ -23,74 +23,32 @@ from .values import check_rows_within
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.backends.requests import Packed
+    from attndsl.call.options import Location
     from attndsl.ir import Program
 
 INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-LOCATION = (
-    "q_offset", "kv_offset", "q_index", "kv_index", "q_len", "kv_len", "heads", "kv_heads", "batch",
-    "h_offset", "b_offset", "kv_lengths",
-)  # fmt: skip
-"""Arguments of a call that say where it lies in a larger one."""
-_NUMBERS = frozenset({bool, int, float, type(None)})
 _GIVEN = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 _OWN_NUMBERS = (*_GIVEN, "h_offset", "b_offset")
 _INT_FIELDS = (*_OWN_NUMBERS, "q_offset", "kv_offset")
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Place of a call's rows, keys, heads and batch entries in a larger call, as it says itself.
+def is_plain(location: Location) -> bool:
+    """Return True if only positions are given, by one number or index for all batch entries."""
+    return (
+        location.q_len is None and location.kv_len is None and location.heads is None
+        and location.kv_heads is None and location.batch is None and location.kv_lengths is None
+        and type(location.h_offset) is int and location.h_offset == 0
+        and type(location.b_offset) is int and location.b_offset == 0
+        and not is_by_entry(location.q_offset) and not is_by_entry(location.kv_offset)
+    )  # fmt: skip
 
-    See :meth:`attndsl.Attention.__call__` for each.
-    """
 
-    q_offset: int | torch.Tensor = 0
-    kv_offset: int | torch.Tensor = 0
-    q_index: torch.Tensor | None = None
-    kv_index: torch.Tensor | None = None
-    q_len: int | None = None
-    kv_len: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    batch: int | None = None
-    h_offset: int = 0
-    b_offset: int = 0
-    kv_lengths: torch.Tensor | None = None
-    packed: Packed | None = None
-    """Of :meth:`attndsl.Attention.serve` alone."""
-
-    @property
-    def plain(self) -> bool:
-        """True if only positions are given, by one number or index for all batch entries."""
-        return (
-            self.q_len is None and self.kv_len is None and self.heads is None
-            and self.kv_heads is None and self.batch is None and self.kv_lengths is None
-            and type(self.h_offset) is int and self.h_offset == 0
-            and type(self.b_offset) is int and self.b_offset == 0
-            and not is_by_entry(self.q_offset) and not is_by_entry(self.kv_offset)
-        )  # fmt: skip
-
-    def numbers(self, program: Program) -> tuple[object, ...]:
-        """Numbers and kind of ``kv_lengths`` by which signatures of calls of ``program`` differ.
-
-        Raises:
-            ArgumentError: One that is no int.
-        """
-        numbers = [_own_number(name, getattr(self, name)) for name in _OWN_NUMBERS]
-        by_row = has_rows(program) or program.by_token or self.kv_lengths is not None
-        offsets = (self.q_offset, self.kv_offset) if by_row else ()
-        return (
-            *numbers, kind_of(self.kv_lengths),
-            *(plain_int(x) if not isinstance(x, torch.Tensor) else None for x in offsets),
-        )  # fmt: skip
-
-    def with_ints(self) -> Location:
-        """The same, whose whole numbers of other types are ints."""
-        given = {name: getattr(self, name) for name in _INT_FIELDS}
-        ints = {name: plain_int(value) for name, value in given.items()}
-        changed = {name: value for name, value in ints.items() if value is not given[name]}
-        return replace(self, **changed) if changed else self
+def with_ints(location: Location) -> Location:
+    """``location``, whose whole numbers of other types are ints."""
+    given = {name: getattr(location, name) for name in _INT_FIELDS}
+    ints = {name: plain_int(value) for name, value in given.items()}
+    changed = {name: value for name, value in ints.items() if value is not given[name]}
+    return replace(location, **changed) if changed else location
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +90,6 @@ def has_rows(program: Program) -> bool:
     return any(dim.op is Op.SIZE and dim.value in ("q_len", "kv_len") for dim in dims)
 
 
-def kind_of(value: object) -> object:
-    """Type of an argument, or shape, strides, dtype and device of a tensor, for validation."""
-    # The type of a number is faster to look at: see M19 in docs/measured.md.
-    if type(value) not in _NUMBERS and isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    return type(value)
-
-
-WHOLE = Location()
-"""Of a call that is no part."""
-
-
 def is_by_entry(offset: object) -> bool:
     """Return True if an offset has an element for each batch entry."""
     return isinstance(offset, torch.Tensor) and offset.dim() == 1
@@ -152,7 +98,7 @@ def is_by_entry(offset: object) -> bool:
 def part_of(
     program: Program, location: Location, sizes: Mapping[str, int]
 ) -> tuple[dict[str, int], Part]:
-    """The whole's sizes, and which part of it a call is; see :func:`with_shares` for the rest.
+    """The whole's sizes, and which part of it a call is (:func:`.parts.with_shares`).
 
     Args:
         program: The program.

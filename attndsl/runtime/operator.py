@@ -25,6 +25,8 @@ from attndsl.backends.memory_order import (
     memory_order,
     rows_contiguous,
 )
+from attndsl.call.options import WHOLE, CallOptions, Location
+from attndsl.foundation.caches import BoundedCache, Reason
 from attndsl.ir import DType
 from attndsl.logs import LOG
 from attndsl.operands import (
@@ -40,10 +42,10 @@ from attndsl.operators import tell_counters
 from attndsl.scalars import number_key
 
 from .autograd import ALIGNED, settled
-from .bind import CallOptions, call_of
-from .dispatch import backend_of, kept_calls, tell_choice
+from .bind import call_of
+from .dispatch import backend_of, tell_choice
 from .distributed import refuse_context_parallel
-from .location import WHOLE, Location, is_by_entry
+from .location import is_by_entry
 from .maxima import row_maxima
 from .parts import localised
 from .probability import check_probability
@@ -60,8 +62,9 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
 _FLOAT = (float, torch.SymFloat)
-_MOST_KEPT = 8192
-"""Kinds of calls that are known."""
+_CALLS: BoundedCache[Known | KnownBackward] = BoundedCache(
+    "prepared calls of operators", 8192, Reason.BACKENDS, Reason.KERNELS
+)
 
 
 class Request(NamedTuple):
@@ -253,7 +256,7 @@ def _called(
     if not is_plain:
         found = _found_out(unpacked(tensors, what, ints, floats))
         return found, found.call
-    known: Known | None = kept_calls().get(key)
+    known: Any = _CALLS.get(key)
     if known is not None:
         return known, known.call.of(tensors)
     found = _found_out(unpacked(tensors, what, ints, floats))
@@ -261,15 +264,8 @@ def _called(
     if found.lowered.program.dropout is None:
         call = call._replace(signature=Signature(name_of(head.spec)))
         found = found._replace(call=call.emptied())
-        _keep(key, found)
+        _CALLS.put(key, found)
     return found, call
-
-
-def _keep(key: tuple[object, ...], known: Known | KnownBackward) -> None:
-    kept = kept_calls()
-    if len(kept) >= _MOST_KEPT:
-        kept.clear()
-    kept[key] = known
 
 
 def _found_out(given: Operands) -> Known:
@@ -330,7 +326,7 @@ def run_forward(
     tell_counters()
     refuse_context_parallel()
     key = _key_of(tensors, what, ints, floats)
-    known = kept_calls().get(key)
+    known: Any = _CALLS.get(key)
     usual = _is_usual(tensors)
     if usual and known is not None and known.bound is not None:
         results: tuple[torch.Tensor, torch.Tensor] = known.bound(tensors)
@@ -342,7 +338,7 @@ def run_forward(
     if read is not tensors:
         out = arranged_like(out, tensors[0], out.dtype)
     elif usual and call.signature is not None:
-        _keep(key, known._replace(bound=known.backend.bound_forward(known.lowered, call)))
+        _CALLS.put(key, known._replace(bound=known.backend.bound_forward(known.lowered, call)))
     return out, lse.contiguous()
 
 
@@ -357,7 +353,7 @@ def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.
     """``attndsl::backward``."""
     key = _key_of(tensors, what, ints, floats)
     usual = _is_usual(tensors)
-    known = kept_calls().get(key) if usual else None
+    known: Any = _CALLS.get(key) if usual else None
     if known is not None:
         asked: _Asked = known.asked
         found = known.bound(tensors[asked.results :], asked.backward(tensors))
@@ -382,7 +378,7 @@ def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.
         and all(a is b for a, b in zip(given, results, strict=True))
     ):  # fmt: skip
         bound = backend.bound_backward(lowered, call, results)
-        _keep(key, KnownBackward(asked, bound))
+        _CALLS.put(key, KnownBackward(asked, bound))
     return asked.listed(found, call.q)
 
 

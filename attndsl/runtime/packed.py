@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attndsl.backends.requests import Packed, requests_of
-
-from .location import Location
+from attndsl.call.options import Location
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -84,7 +84,7 @@ def _told(keys: range) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Whose keys are asked about."""
+    """A request whose keys are asked about."""
 
     next_q: int
     """Logical position of the next query."""

@@ -45,7 +45,7 @@ def places_of(wanted: Wants, form: Form) -> tuple[int, ...]:
 def differentiable_gradients(
     backend: Backend, lowered: Lowered, call: Call, backward: Backward
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of a call, differentiable again, in the order of :meth:`~.base.Call.flatten`.
+    """Gradients of a call, differentiable again, in the order of :meth:`Call.flatten`.
 
     Args:
         backend: What ran the forward.

@@ -38,3 +38,13 @@ def seed_argument(drawn: torch.Tensor) -> int | torch.Tensor:
     if drawn.device.type != "cpu" or torch._C._functorch.is_batchedtensor(drawn):
         return drawn
     return int(drawn.item())
+
+
+def seed_of_call(given: object, device: torch.device) -> object:
+    """The seed of a call on ``device``: as it was ``given``, or drawn. A tensor is a copy.
+
+    The backward reads it again, so that nobody may change it meanwhile.
+    """
+    if given is None:
+        return seed_argument(draw_seed(device))
+    return given.clone() if isinstance(given, torch.Tensor) else given

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.call.options import Location
 from attndsl.errors import UnsupportedError
 from attndsl.ir import Op, const, dependencies, node, toposort
 
 from .lengths import call_of_lengths
-from .location import Location, Sizes, sizes_of_whole
+from .location import Sizes, sizes_of_whole
 from .parts import localised
 from .tiles import find_tiles, needs_score
 from .torch_source import torch_function

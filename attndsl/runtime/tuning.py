@@ -16,9 +16,9 @@ import torch
 
 from attndsl.backends.base import Backward, Wants
 from attndsl.errors import BackendError, UnsupportedError
+from attndsl.foundation.caches import CACHES, Reason
 
 from .arguments import learned
-from .dispatch import forget_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -148,7 +148,7 @@ def _tune_kernel(
         best = min(times, key=times.__getitem__, default=None)
         if best is not None:
             choose(configs[best])
-        forget_calls()
+        CACHES.invalidate(Reason.KERNELS)
     if best is None:
         raise BackendError(f"no config of {kernel} fits: {found[-1].why}")
     found[best] = replace(found[best], chosen=True)

@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.call.options import LOCATION, WHOLE
 from attndsl.ir import SIZES, Op
 from attndsl.passes.broadcast import fixed_dims
 from attndsl.passes.evaluate import Environment, evaluate
-
-from .location import LOCATION, WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Scalar
+    from attndsl.call.options import Location
     from attndsl.ir import Node, Program
     from attndsl.passes.broadcast import Dims
-
-    from .location import Location
 
     Captures = Mapping[str, torch.Tensor | Scalar]
     Known = Mapping[str, int | None]
@@ -40,7 +38,7 @@ def optional_names(program: Program) -> tuple[str, ...]:
 
 
 def absent_names(optional: tuple[str, ...], captures: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those of ``optional`` that a call leaves out, or gives as None."""
+    """Names in ``optional`` that a call leaves out, or gives as None."""
     return tuple([name for name in optional if captures.get(name) is None])
 
 

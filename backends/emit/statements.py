@@ -102,7 +102,7 @@ def stored(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def called_function(node: ast.AST) -> str | None:
-    """Whom ``node`` calls by name: a call, or what a warpgroup runs, a function and a tuple."""
+    """Name of the function that ``node``, a call or what a warpgroup runs, calls by name."""
     match node:
         case ast.Call(func=ast.Name(id=name)):
             return name

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def by_distance(lowered: Lowered, call: Call, names: Collection[str]) -> frozenset[str]:
-    """Those of the tensors and params ``names`` whose gradients are sums along diagonals."""
+    """The tensors and params of ``names`` whose gradients are sums along diagonals."""
     if not names or call.indexed:
         return frozenset()
     roots: dict[str, list[Node]] = {}

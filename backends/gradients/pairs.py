@@ -44,7 +44,7 @@ class Rest:
 
 
 def by_pairs(lowered: Lowered, call: Call, names: Collection[str]) -> tuple[frozenset[str], ...]:
-    """Those of the tensors ``names`` that no two pairs of one batch entry and head meet in.
+    """The tensors of ``names`` that no two pairs of one batch entry and head meet in.
 
     Together where they do not tell the same apart.
     """

@@ -109,11 +109,11 @@ class Size(NamedTuple):
     of_score: float = 0.0
 
     def plus(self, other: Size) -> Size:
-        """That of a sum."""
+        """Size of a sum."""
         return Size(self.constant + other.constant, self.of_score + other.of_score)
 
     def times(self, factor: float) -> Size:
-        """That of a product with a constant of this size."""
+        """Size of a product with a constant of this size."""
         return Size(self.constant * factor, self.of_score * factor)
 
 

@@ -46,7 +46,7 @@ def with_summed(found: GradientPlan, lowered: Lowered, call: Call) -> GradientPl
 
 
 def among(lowered: Lowered, call: Call, names: frozenset[str]) -> frozenset[str]:
-    """Those of the tensors and params ``names`` whose gradients the backward makes by distance."""
+    """The tensors and params of ``names`` whose gradients the backward makes by distance."""
     if not names or not holds_score_gradient(lowered, call):
         return frozenset()
     # A producer that adds up diagonals and keeps turns spills many registers.

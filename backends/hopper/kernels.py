@@ -125,7 +125,7 @@ def _is_long_with_params(job: Job) -> bool:
 
 
 def _more_configs(found: tuple[Config, ...], job: Job) -> tuple[Config, ...]:
-    """Those that are persistent or not instead.
+    """The same configurations, each persistent where it was not, and not where it was.
 
     Backwards above head dim 128 are not, and those whose work tiles take turns are.
     """

@@ -54,7 +54,7 @@ def with_pair_tiles(facts: KernelFacts, lowered: Lowered, call: Call, task: Task
 
 
 def fitting(task: Task, facts: KernelFacts, configs: Sequence[Config]) -> tuple[Config, ...]:
-    """Those of ``configs`` whose tiles find room in shared memory."""
+    """The ``configs`` whose tiles find room in shared memory."""
     room = shared_memory_of("cuda:90")
     return tuple(c for c in configs if shared_bytes(task, facts, c) <= room)
 

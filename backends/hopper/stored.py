@@ -52,7 +52,7 @@ def with_stored(found: GradientPlan, lowered: Lowered, call: Call) -> GradientPl
 
 
 def among(lowered: Lowered, call: Call, names: frozenset[str]) -> frozenset[str]:
-    """Those of the tensors ``names`` whose gradients are to be made of stored dS.
+    """The tensors of ``names`` whose gradients are to be made of stored dS.
 
     It takes 2 bytes a pair and has the bits of bf16, as what torch's own attention in bf16 gives a
     bias. All of them share it, so that it may take four times as much as they do together: with

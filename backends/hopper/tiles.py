@@ -98,7 +98,7 @@ def has_small_tiles(task: Task, facts: KernelFacts, q_len: int, kv_len: int, mas
 def for_lengths(
     task: Task, facts: KernelFacts, configs: tuple[Config, ...], few: bool
 ) -> tuple[Config, ...]:
-    """Those of :func:`candidates` in the order that suits the call's lengths.
+    """The :func:`candidates` in the order that suits the call's lengths.
 
     Args:
         task: ``FORWARD`` or ``BACKWARD``.

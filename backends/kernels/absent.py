@@ -116,7 +116,7 @@ class _Utilities:
         self._properties = {"max_shared_mem": shared, "multiprocessor_count": 1}
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """Those that decide which kernels there are."""
+        """Properties that decide which kernels there are."""
         return self._properties
 
     def load_binary(self, name: str, code: bytes, shared: int, device: int) -> Loaded:

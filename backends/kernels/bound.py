@@ -34,7 +34,7 @@ Torch's own functions take tuples, and no subclass of these such as ``torch.Size
 
 @cache
 def allocator(kind: str) -> Allocator:
-    """That of a kind of device, such as ``cuda``.
+    """The allocator of a kind of device, such as ``cuda``.
 
     It is the function by which Inductor's code makes all its tensors, so that it lies in the
     processor's caches: see M56 in docs/measured.md.

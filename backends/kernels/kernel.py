@@ -215,7 +215,7 @@ class Job:
 
     @property
     def work_of_mask(self) -> int:
-        """Those that FULL tiles do not do."""
+        """Instructions that FULL tiles do not take."""
         return work_of_mask(self.lowered, self.facts)
 
     @property

@@ -23,7 +23,7 @@ PADDING = STATISTICS_PADDING.value
 def signature_of(
     lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None
 ) -> tuple[object, ...]:
-    """Signature that a :class:`Layout` depends on; cheap, since every call makes one."""
+    """Signature that a :class:`~.layout.Layout` depends on; cheap, since every call makes one."""
     q, k, v, signature = call.q, call.k, call.v, call.signature
     bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
     if grad_out is not None:

@@ -68,7 +68,7 @@ mask decides, and what counts is how many heads run side by side. See M50 in doc
 
 
 def limits_of(call: Call, plain: bool) -> Limits:
-    """Those of steps that keep scores, or that are ``plain`` ones."""
+    """Limits of steps that keep scores, or of ``plain`` ones."""
     if plain:
         return PLAIN
     return CPU if call.q.device.type == "cpu" else DEVICE

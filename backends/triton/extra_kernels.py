@@ -129,7 +129,7 @@ def run_extra(state: BackwardState, plan: GradientPlan, found: Gradients) -> Gra
 
 
 def _distances(state: BackwardState) -> torch.Tensor:
-    """Sums of dS, see :func:`.distances.sums_of_distances`."""
+    """Sums of dS, see :func:`sums_of_distances`."""
     _, batch, heads, q_len = state.lse.shape
     kv_len = state.call.k.shape[2]
     if state.is_empty:

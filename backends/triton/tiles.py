@@ -80,7 +80,7 @@ class Tiles:
     """Whether the rows of a tile must be a multiple of its columns."""
 
     def configs(self, job: Job, machine: Machine) -> Row:
-        """Those of a job, in order; one alone for the interpreter."""
+        """Configurations of a job, in order; one alone for the interpreter."""
         if machine.target is None:
             return INTERPRETED
         widths = widths_of(job.facts)

@@ -21,12 +21,12 @@ from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.tile_kinds import tile_kinds
 from attndsl.backends.tiled.torch_tiles import Tile
 from attndsl.backends.tiled.triangles import Triangles
+from attndsl.call.options import CallOptions, Location
 from attndsl.errors import UnsupportedError
 from attndsl.ir import SCORE, Op, Program, const, node
 from attndsl.pipeline import lower_program
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.bind import CallOptions, bind
-from attndsl.runtime.location import Location
+from attndsl.runtime.bind import bind
 
 BACKEND = CPUBackend()
 PLACE = SimpleNamespace(device="cpu", shape=(2, 4, 37, 8))

@@ -11,7 +11,7 @@ import attndsl
 import attndsl.errors
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton import tiles
-from attndsl.runtime.dispatch import forget_backends
+from attndsl.foundation.caches import CACHES, Reason
 
 SEED = 0x1234_5678_9ABC_DEF
 PROGRAMS = {
@@ -78,9 +78,9 @@ def test_tile_sizes_do_not(monkeypatch, tmp_path):
     for number, config in enumerate((Config(16, 16, 4, 1), Config(32, 64, 4, 1))):
         monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path / str(number)))
         monkeypatch.setattr(tiles, "INTERPRETED", (config,))
-        forget_backends()
+        CACHES.invalidate(Reason.BACKENDS)
         found.append(_kept(SimpleNamespace(backend="triton", device="cpu"), SEED))
-    forget_backends()
+    CACHES.invalidate(Reason.BACKENDS)
     assert torch.equal(*found)
 
 

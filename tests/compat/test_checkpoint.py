@@ -18,7 +18,7 @@ from attndsl import scaled_dot_product_attention
 from attndsl.backends.dense import pulled
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.flex import flex_attention
-from attndsl.runtime.dispatch import forget_calls
+from attndsl.foundation.caches import CACHES, Reason
 
 PLAIN = "tensor gain[heads]: float; mask = causal(); score = score * gain[h]"
 GAIN = attndsl.compile(PLAIN)
@@ -84,9 +84,9 @@ def forwards(monkeypatch):
 
     monkeypatch.setattr(CPUBackend, "forward", counted)
     # Calls that are known have the method that was there before.
-    forget_calls()
+    CACHES.invalidate(Reason.KERNELS)
     yield runs
-    forget_calls()
+    CACHES.invalidate(Reason.KERNELS)
 
 
 def _gradients(block, leaves, run):

@@ -13,6 +13,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import attndsl
+from attndsl.call.options import Location
 from attndsl.operands import (
     AskedGradients,
     Operands,
@@ -23,7 +24,6 @@ from attndsl.operands import (
     unpacked,
 )
 from attndsl.runtime.bind import bind
-from attndsl.runtime.location import Location
 from attndsl.runtime.operator import Request, location_of, operands
 from attndsl.runtime.programs import make_spec
 

@@ -17,11 +17,12 @@ import torch
 from fuzz.masks import DIMS, EXTREMES, NUMBERS, Masks, smaller, text_of, value_of
 
 from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, segment_kinds
+from attndsl.call.options import Location
 from attndsl.errors import AttnDSLError
 from attndsl.passes.tiles.plan import DIRECTIONS, EMPTY, FULL
 from attndsl.pipeline import lower
 from attndsl.runtime.lengths import call_of_lengths
-from attndsl.runtime.location import Location, Sizes
+from attndsl.runtime.location import Sizes
 from attndsl.runtime.tiles import find_tiles, verify_call
 from attndsl.source import Source
 

@@ -10,9 +10,9 @@ import torch
 
 import attndsl
 from attndsl import cli
+from attndsl.call.options import CALL_ARGUMENTS
 from attndsl.config import read_config
 from attndsl.errors import ArgumentError, ConfigError
-from attndsl.frontend.declare import CALL_ARGUMENTS
 from attndsl.runtime.programs import make_spec
 
 

@@ -10,8 +10,9 @@ import torch
 
 import attndsl
 from attndsl.backends.base import matmul_precision
-from attndsl.frontend.declare import CALL_ARGUMENTS
-from attndsl.runtime.dispatch import forget_calls, get_backend
+from attndsl.call.options import CALL_ARGUMENTS
+from attndsl.foundation.caches import CACHES, Reason
+from attndsl.runtime.dispatch import get_backend
 
 PROGRAMS = {
     "functions": (
@@ -100,7 +101,7 @@ def test_known_calls_are_bound_to_what_runs_them(backend, monkeypatch):
             return lambda *x: bound.append(name) or run(*x)
 
         monkeypatch.setattr(own, name, noted)
-    forget_calls()
+    CACHES.invalidate(Reason.KERNELS)
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda *x: attention(*x[:3], t=x[3]), fullgraph=True, backend="aot_eager", dynamic=False
@@ -133,7 +134,7 @@ def test_known_calls_are_bound_to_what_runs_them(backend, monkeypatch):
         assert ran() == []
     assert any("attndsl" in event.name for event in seen.events())
     assert ran() == both
-    forget_calls()
+    CACHES.invalidate(Reason.KERNELS)
     assert [ran() for _ in range(2)] == [[], both]
 
 
@@ -142,7 +143,7 @@ def test_known_calls_keep_no_capture(backend):
     """Nor what a graph makes of one. Gradients of captures are kept by nobody either."""
     text = "tensor t[heads, q_len]: float; score = score * t[h, q]"
     attention = attndsl.compile(text, backend=backend)
-    forget_calls()
+    CACHES.invalidate(Reason.KERNELS)
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda q, t: attention(q, q, q, t=t * 2.0), fullgraph=True, backend="aot_eager"

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import attndsl
+from attndsl.call.options import Location
 from attndsl.errors import ArgumentError, ShapeError
 from attndsl.runtime.lengths import AskedSizes, completed
-from attndsl.runtime.location import Location
 
 TEXT = """
 tensor doc[batch, kv_len]: int

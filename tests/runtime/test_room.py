@@ -14,7 +14,14 @@ from attndsl.backends.kernels.arguments import template_argument
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.signature import signature_of
-from attndsl.errors import ArgumentError, AttnDSLError, DeviceError, DTypeError, ShapeError
+from attndsl.errors import (
+    ArgumentError,
+    AttnDSLError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+)
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
@@ -50,8 +57,11 @@ def test_a_part_is_put_among_the_whole(place, name, transposed):
     out, lse = found if has_lse else (found, None)
     for _ in range(2):
         whole = torch.full_like(q, 7)
-        told = attention.put(*part, whole[:, :, own], **where)
-        assert torch.equal(whole[:, :, own], out)
+        room = whole[:, :, own]
+        made = attention(*part, out=room, return_lse=has_lse, **where)
+        put, told = made if has_lse else (made, None)
+        assert put is room
+        assert torch.equal(room, out)
         assert lse is None or torch.equal(told, lse)
         assert _beside(whole) == {7.0}
     results = lse, grad[:, :, own]
@@ -106,31 +116,50 @@ def _operands(kind=torch.float32):
 @pytest.mark.parametrize(
     ("room", "error", "said"),
     [
-        ([1], ArgumentError, "room is a list"),
+        ([1], ArgumentError, "{} is a list"),
         (torch.empty(4, 2, 8, 16), ShapeError, r"shape \(4, 2, 8, 16\)"),
         (torch.empty(1, 2, 8, 16, dtype=torch.int16), DTypeError, "torch.int16"),
         (torch.empty(1, 2, 8, 16, device="meta"), DeviceError, "on meta"),
-        (torch.empty(1, 2, 8, 16, requires_grad=True), ArgumentError, "room requires grad"),
+        (torch.empty(1, 2, 8, 16, requires_grad=True), ArgumentError, "{} requires grad"),
     ],
 )
 def test_room_that_does_not_fit_is_refused(room, error, said):
     q, k, v = _operands()
     attention = attndsl.compile("causal()")
-    with pytest.raises(error, match=said):
-        attention.put(q, k, v, room)
+    with pytest.raises(error, match=said.format("out")):
+        attention(q, k, v, out=room)
     out, lse = attention(q, k, v, return_lse=True)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=said.format("room")):
         attention.backward(q, k, v, out, lse, torch.ones_like(out), room=room)
 
 
-def test_dropout_is_put_with_a_seed():
+def test_dropout_is_put():
     q, k, v = _operands()
     attention = attndsl.compile("weights = dropout(softmax(score), 0.5)")
     room = torch.empty_like(q)
-    with pytest.raises(ArgumentError, match="there is no seed"):
-        attention.put(q, k, v, room)
-    attention.put(q, k, v, room, seed=3)
+    attention(q, k, v, out=room, seed=3)
     assert torch.equal(room, attention(q, k, v, seed=3))
+    torch.manual_seed(0)
+    attention(q, k, v, out=room)
+    torch.manual_seed(0)
+    assert torch.equal(room, attention(q, k, v))
+
+
+def test_gradients_of_what_is_put_are_refused():
+    q, k, v = (x.requires_grad_() for x in _operands())
+    attention, out = attndsl.compile("causal()"), torch.empty(1, 2, 8, 16)
+    with pytest.raises(UnsupportedError, match="an input requires grad"):
+        attention(q, k, v, out=out)
+    with torch.no_grad():
+        assert torch.equal(attention(q, k, v, out=out), attention(q, k, v))
+
+
+def test_graphs_put_nothing():
+    q, k, v = _operands()
+    attention = attndsl.compile("causal()")
+    graph = torch.compile(lambda out: attention(q, k, v, out=out), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="have no out"):
+        graph(torch.empty_like(q))
 
 
 def test_numbers_of_known_calls_are_looked_at():
@@ -150,5 +179,5 @@ def test_torch_knows_that_room_was_written():
     q, k, v = _operands()
     room = torch.zeros_like(q)
     before = room._version
-    attndsl.compile("causal()").put(q, k, v, room)
+    attndsl.compile("causal()")(q, k, v, out=room)
     assert room._version > before

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import attndsl
+from attndsl.call.options import Location
 from attndsl.errors import ArgumentError
 from attndsl.passes.tiles.plan import FULL, PARTIAL
 from attndsl.runtime import tiles
-from attndsl.runtime.location import Location
 
 CLOSED = (
     "score",

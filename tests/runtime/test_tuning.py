@@ -10,8 +10,9 @@ from attndsl.backends.kernels import modules
 from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.kernels.config import Config
 from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.foundation.caches import CACHES, Reason
 from attndsl.runtime import tuning
-from attndsl.runtime.dispatch import forget_backends, get_backend
+from attndsl.runtime.dispatch import get_backend
 
 CONFIGS = (Config(32, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 32, 4, 1))
 PROGRAM = "tensor gain[heads]: float\nmask = q >= kv\nscore = gain[h] * score"
@@ -58,7 +59,7 @@ def test_the_fastest_is_chosen_and_remembered(own_cache, monkeypatch):
         torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
         assert {name: config_of(name) for name in names} == chosen
         # Another process finds the choice on disk.
-        forget_backends()
+        CACHES.invalidate(Reason.BACKENDS)
         attention = attndsl.compile(PROGRAM, backend="triton")
 
 
@@ -139,7 +140,7 @@ def test_an_interrupted_run_keeps_the_best_so_far(own_cache, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         attention.tune(*qkv, gain=gain)
     monkeypatch.setattr(modules, "build", build)
-    forget_backends()
+    CACHES.invalidate(Reason.BACKENDS)
     attndsl.compile(PROGRAM, backend="triton")(*qkv, gain=gain)
     assert config_of("forward") == CONFIGS[0]
 

@@ -411,14 +411,14 @@ def refusals(place: Place) -> None:
     with pytest.raises(attndsl.AttnDSLError, match="q is a DTensor, which only calls take"):
         attention.backward(*[by_heads] * 4, lse, by_heads, slope=slope)
     room = torch.empty_like(whole)
-    attention.put(whole, whole, whole, room, slope=slope)  # One that looks alike is none of these.
+    attention(whole, whole, whole, out=room, slope=slope)  # One that looks alike is none of these.
     for q, k, where, match in (
-        (by_heads, by_heads, room, "q is a DTensor, which only calls take"),
+        (by_heads, by_heads, room, "out is given, and q is a DTensor"),
         (whole, by_heads, room, "k is a DTensor, and q is a plain tensor"),
-        (whole, whole, by_heads, "room is a DTensor"),
+        (whole, whole, by_heads, "out is a DTensor"),
     ):
         with pytest.raises(attndsl.AttnDSLError, match=match):
-            attention.put(q, k, k, where, slope=slope)
+            attention(q, k, k, out=where, slope=slope)
     dropped = attndsl.compile(DROPOUT, backend=place.backend)
     with pytest.raises(attndsl.AttnDSLError, match="the same number on all processes"):
         dropped(by_heads, by_heads, by_heads)

@@ -13,7 +13,7 @@ from attndsl.backends.kernels import modules
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.machine import parse_target
 from attndsl.errors import BackendError
-from attndsl.runtime.dispatch import forget_backends
+from attndsl.foundation.caches import CACHES, Reason
 
 CONFIGS = (Config(32, 32, 4, 1), Config(16, 16, 4, 1))
 
@@ -41,10 +41,10 @@ def test_an_interrupted_compilation_leaves_no_kernel(own_cache, monkeypatch):
 
     monkeypatch.setattr(modules, "build", small_only)
     # As another process would: all that is left is in the folder.
-    forget_backends()
+    CACHES.invalidate(Reason.BACKENDS)
     small = attend()
     monkeypatch.setattr(modules, "build", build)
-    forget_backends()
+    CACHES.invalidate(Reason.BACKENDS)
     assert torch.equal(attend(), small)
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import attndsl
 from attndsl.backends.tiled.by_numbers import bounds_of
+from attndsl.call.options import Location
 from attndsl.runtime.bind import bind
-from attndsl.runtime.location import Location
 
 MASKS = [
     "causal()",

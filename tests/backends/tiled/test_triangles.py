@@ -11,8 +11,9 @@ import attndsl
 from attndsl.backends.tiled import plan, triangles
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.triangles import Triangle, triangle_of
-from attndsl.runtime.bind import CallOptions, bind
-from attndsl.runtime.location import Location
+from attndsl.call.options import CallOptions, Location
+from attndsl.foundation.caches import CACHES, Reason
+from attndsl.runtime.bind import bind
 
 ARE = {
     "causal()": 0,
@@ -132,7 +133,7 @@ def test_results_and_gradients(monkeypatch, small_tiles, dtype, heads, first, ro
             lambda *x, real=real: used.append(real(*x)) or used[-1],
         )
     monkeypatch.setattr("attndsl.runtime.dispatch.CPUBackend", lambda: backend)
-    attndsl.runtime.dispatch.forget_backends()
+    CACHES.invalidate(Reason.BACKENDS)
     q = torch.randn(2, rows, heads[0], 16, dtype=dtype).transpose(1, 2)
     k, v = torch.randn(2, 2, heads[1], first + rows + 2, 16, dtype=dtype)
     operands = [x.requires_grad_() for x in (q, k, v)]
@@ -150,7 +151,7 @@ def test_results_and_gradients(monkeypatch, small_tiles, dtype, heads, first, ro
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, **close)
         assert one.stride() == other.stride()
-    attndsl.runtime.dispatch.forget_backends()
+    CACHES.invalidate(Reason.BACKENDS)
 
 
 @pytest.mark.parametrize("length", [512, 1000])

@@ -14,7 +14,7 @@ import attndsl
 from attndsl import errors
 from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.triton import serve
-from attndsl.runtime.dispatch import forget_calls
+from attndsl.foundation.caches import CACHES, Reason
 from attndsl.serving import Serving
 
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
@@ -177,7 +177,7 @@ def test_steps_are_prepared_anew_for_other_kernels(device, anew):
     step = on(device, make_step((9, 20), (1, 3), SHAPE))
     for _ in range(2):
         usual = attention.serve(*step, most_queries=3)
-    forget_calls()
+    CACHES.invalidate(Reason.KERNELS)
     assert torch.equal(attention.serve(*step, most_queries=3), usual)
     assert len(anew) == 2
 

@@ -1,0 +1,232 @@
+"""The one prepared call: what calls of one signature share, and how one of them runs.
+
+Every way to call a program (``__call__``, ``out=``, :meth:`attndsl.Attention.backward`, context
+parallelism) is two lines: ``prepared = cache.get(signature) or prepare(...)``, then
+``prepared.run(...)`` or ``prepared.gradients(...)``.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd import profiler
+
+from attndsl.backends.base import NONE, Call, Signature
+from attndsl.backends.memory_order import rows_contiguous
+from attndsl.errors import AttnDSLError, UnsupportedError
+from attndsl.runtime.arguments import scale_of
+from attndsl.runtime.autograd import attend, needs_grad
+from attndsl.runtime.backward import (
+    check_results,
+    check_room,
+    gradients_of_results,
+    in_room,
+    wants_for,
+)
+from attndsl.runtime.higher import is_transformed
+from attndsl.runtime.modes import modes_on, seen_by_modes
+from attndsl.runtime.parts import gradients_of_wholes
+from attndsl.runtime.probability import check_probability
+from attndsl.runtime.profiling import BACKWARD, event_named
+from attndsl.runtime.programs import point_into, pointing_into
+from attndsl.runtime.tiles import given_tiles
+from attndsl.runtime.values import check_values
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.backends.base import Backend
+    from attndsl.compiled import Compiled
+    from attndsl.runtime.backward import Asked, Gradients, Results
+    from attndsl.runtime.parts import Terms
+    from attndsl.runtime.values import Values
+    from attndsl.tilemap import TileMap
+
+
+class Arguments(NamedTuple):
+    """Arguments of one call, as they were given."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    options: Mapping[str, Any]
+    """Options by name; with the captures among them, if ``captures`` is the same mapping."""
+    captures: Mapping[str, Any]
+    """Captures by name."""
+
+
+class PreparedCall:
+    """Program, backend and checks that calls of one signature share. It holds no tensors."""
+
+    __slots__ = (
+        "as_given", "backend", "bare", "declared", "kv_len", "lowered", "marks", "needs", "params",
+        "request", "scale", "source", "template", "tensors", "terms",
+    )  # fmt: skip
+
+    def __init__(
+        self, program: Compiled, backend: Backend, call: Call, as_given: bool, needs: Values,
+        terms: Terms | None,
+    ) -> None:  # fmt: skip
+        """Prepare calls like one that was bound.
+
+        Args:
+            program: The program of the call, in which nothing is optional.
+            backend: The backend that runs it.
+            call: The bound call.
+            as_given: Whether q, k and v go to the backend as they are.
+            needs: Treatment that values of each call need.
+            terms: Rules that put a part of a larger call into its program's terms.
+        """
+        # Not the program itself: it keeps prepared calls, and would be part of a cycle.
+        self.declared = declared = program.lowered.program
+        self.request, self.source = program._request, program._source
+        self.backend, self.as_given, self.needs, self.terms = backend, as_given, needs, terms
+        self.lowered = program.lowered if terms is None else terms.lowered
+        self.marks = _marks_entries(backend, terms, call)
+        self.tensors = tuple(d.name for d in declared.tensors)
+        self.params = tuple((d.name, d.default) for d in declared.params)
+        self.scale = call.q.shape[3] ** -0.5
+        self.kv_len = call.sizes["kv_len"]
+        # ``q.new_empty`` would be of a transform of torch.func.
+        empty = torch.empty(0, dtype=call.q.dtype, device=call.q.device)
+        self.template = call._replace(
+            q=empty, k=empty, v=empty, tensors=NONE, params=NONE, scale=self.scale,
+            q_offset=0, kv_offset=0, q_index=None, kv_index=None, seed=0,
+            signature=Signature(program.name),
+        )  # fmt: skip
+        self.bare = None
+        if not (self.tensors or self.params) and terms is None:
+            self.bare = tuple(self.template[3:])
+
+    def call(self, given: Arguments) -> Call:
+        """The checked call of these arguments, before a part is put into its program's terms.
+
+        Raises:
+            ArgumentError: A value that cannot be.
+        """
+        q, k, v, options, captures = given
+        if not self.as_given:
+            q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+        if self.bare is not None and not options:
+            call = Call._make((q, k, v, *self.bare))
+        else:
+            call = self._with_options(q, k, v, options, captures)
+        if self.terms is None and self.kv_len != k.shape[2]:
+            sizes = {**call.sizes, "kv_len": k.shape[2]}
+            name = self.template.signature.name  # type: ignore[union-attr]
+            call = call._replace(sizes=sizes, signature=Signature(name))
+        if self.needs or call.q_offset or call.kv_offset:
+            call = check_values(self.declared, call, self.needs, self.marks and _is_forward())
+        return call
+
+    def _with_options(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any],
+        captures: Mapping[str, Any],
+    ) -> Call:  # fmt: skip
+        get, own, part = options.get, self.template, self.template.part
+        scale, seed = get("scale"), get("seed")
+        if part is not None:
+            part = replace(part, kv_lengths=get("kv_lengths"))
+        return Call(
+            q, k, v, self.scale if scale is None else scale_of(scale), own.sizes,
+            {name: captures[name] for name in self.tensors} if self.tensors else NONE,
+            {name: captures.get(name, default) for name, default in self.params}
+            if self.params else NONE,
+            get("q_offset", 0), get("kv_offset", 0), get("q_index"), get("kv_index"),
+            0 if seed is None else seed, own.deterministic, None, own.signature, own.wide, None,
+            part,
+        )  # fmt: skip
+
+    def run(self, given: Arguments, first: bool = False) -> Any:
+        """Output, and log-sum-exp if it is asked for; the ``first`` call prepares the backward.
+
+        Raises:
+            AttnDSLError: As of :meth:`attndsl.Attention.__call__`.
+        """
+        try:
+            whole = self.call(given)
+            backend, call = self.backend, whole
+            if modes_on():
+                backend = seen_by_modes(backend, self.request, whole)
+            if self.terms is not None:
+                call = self.terms.applied(whole)
+            options = given.options
+            if not options:
+                return attend(backend, self.lowered, call, False, first)
+            tiles, out, has_lse = map(options.get, ("tiles", "out", "return_lse"))
+            if has_lse:
+                check_has_lse(self.declared)
+            if tiles is not None:
+                call = call._replace(tiles=given_tiles(self.lowered, call, tiles))
+            if out is None:
+                return attend(backend, self.lowered, call, bool(has_lse), first)
+            return self._into(backend, whole, call, out, bool(has_lse))
+        except AttnDSLError as error:  # A context manager would take a microsecond.
+            point_into(error, self.source)
+            raise
+
+    def _into(
+        self, backend: Backend, whole: Call, call: Call, out: torch.Tensor, has_lse: bool
+    ) -> Any:
+        """Run a call whose output is written to ``out``."""
+        if torch.is_grad_enabled() and needs_grad(whole):
+            raise UnsupportedError(
+                "out is given, and an input requires grad: what is written there has no gradient",
+                hint="call within torch.no_grad(), or drop out",
+            )
+        kind = torch.float32 if call.wide else call.q.dtype
+        check_room("out", out, (*call.q.shape[:3], call.v.shape[3]), kind, call.q.device)
+        with torch.no_grad():
+            found, lse = attend(backend, self.lowered, call._replace(room=out), True)
+            in_room(out, found)
+        return (out, lse) if has_lse else out
+
+    def gradients(
+        self, given: Arguments, results: Results, asked: Asked, room: torch.Tensor | None,
+        tiles: TileMap | None = None,
+    ) -> Gradients:  # fmt: skip
+        """Gradients of a call from results; see :meth:`attndsl.Attention.backward`."""
+        with pointing_into(self.source):
+            whole = self.call(given)
+            check_results(self.declared, whole, results)
+            check_room("room", room, whole.q.shape, whole.q.dtype, whole.q.device)
+            wants = wants_for(whole, asked)
+            call = whole if self.terms is None else self.terms.applied(whole)
+            call = call._replace(tiles=given_tiles(self.lowered, call, tiles), room=room)
+            if self.lowered.program.dropout is not None:
+                check_probability(self.lowered.program.dropout, call)
+            backend = seen_by_modes(self.backend, self.request, whole)
+            shown = profiler._is_profiler_enabled and not backend.has_events
+            name = self.template.signature.name  # type: ignore[union-attr]
+            with event_named(name, BACKWARD) if shown else nullcontext():
+                found = gradients_of_results(backend, self.lowered, call, results, wants)
+            captures = gradients_of_wholes(self.declared, whole, found.captures)
+            return found._replace(q=in_room(room, found.q), captures=captures)
+
+
+def check_has_lse(program: Any) -> None:
+    """Refuse to return the log-sum-exp of a program that has no softmax.
+
+    Raises:
+        UnsupportedError: It has weights of its own.
+    """
+    if program.weights is not None:
+        raise UnsupportedError(
+            "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
+            hint="drop return_lse; the outputs of parts of the keys are added up",
+        )
+
+
+def _marks_entries(backend: Backend, terms: Terms | None, call: Call) -> bool:
+    """Return True if results tell of wrong numbers; False on CPUs, where checks need no wait."""
+    if terms is None or not call.q.is_cuda:
+        return False
+    return backend.marks_entries(terms.lowered, terms.applied(call))
+
+
+def _is_forward() -> bool:
+    """Return True if a forward is all there will be: gradients and transforms mark no entries."""
+    return not torch.is_grad_enabled() and not is_transformed()
