@@ -30,7 +30,6 @@ from attndsl.runtime.steps import (
     prepared_step,
     signature_of,
     signature_of_requests,
-    with_signs,
 )
 from attndsl.runtime.values import check_values, refuse_wrapped
 from attndsl.runtime.variants import dims_of_one
@@ -238,7 +237,8 @@ class Serving(Compiled):
         own, given = self._of_step(step, given)
         own._check_program(step.return_lse)
         # Kernels read what is stored.
-        q, given = q.detach().resolve_neg(), with_signs(given)
+        q = q.detach().resolve_neg()
+        given = {n: x.resolve_neg() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
         step = step._replace(q=q, most_queries=most, out_dtype=step.out_dtype or q.dtype)
         with torch.no_grad(), pointing_into(self._source):
             prepared = own._prepared_step(step, given)
@@ -280,23 +280,16 @@ class Serving(Compiled):
     def _prepared_step(self, step: Step, given: Captures) -> PreparedStep | None:
         """Prepare steps like this for kernels that read pages; None if keys are gathered."""
         cache, most = step.cache, step.most_queries
-        tokens, heads, dim = step.q.shape
         # None of 0 queries, and capacities that are not known.
-        if self._backend != READS_PAGES or not (most and tokens * cache.batch):
+        if self._backend != READS_PAGES or not (most and step.q.shape[0] * cache.batch):
             return None
         chunked = prepared_chunks(self._lowered, self.name, step, given)
         if chunked is not None:
             most = MOST_FEW
-        kv_heads, value_dim = cache.k_pages.shape[2], cache.v_pages.shape[3]
-        # Of q, k and v such a call tells sizes. What is read are the pages.
-        operands = [
-            step.q.new_empty((1, 1, 1, width)).expand(cache.batch, count, length, -1)
-            for count, length, width in (
-                (heads, most, dim), (kv_heads, cache.room, dim), (kv_heads, cache.room, value_dim)
-            )
-        ]  # fmt: skip
         # Not fewer rows where there are fewer tokens: tiles, and so the bits, follow from them.
         run = Run(slice(0, cache.batch), most, cache.room, False)
+        # Such a call tells sizes. What is read are the pages.
+        operands = step.stand_ins(cache.batch, most)
         call = self._call_of_run(operands, step, run, given, step.wide)
         backend, lowered, own = self._dispatched(call)
         if not isinstance(backend, ReadsPages):

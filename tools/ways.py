@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
-CLOSED = frozenset(
-    ("Modules.prepare", "Modules.tile_lists", "Executable.launch", "Executable.launch_grid")
-)
+CLOSED = frozenset(("Modules.prepare", "Modules.tile_lists", "Executable.launch"))
 """Qualified names of functions whose own calls are not followed."""
 _FOLDERS = {"attndsl": ("attndsl",), "backends": ("attndsl", "backends"),
             "grammar": ("attndsl", "grammar")}  # fmt: skip
@@ -223,21 +221,6 @@ def backward(backend: str, known: bool = False) -> Callable[[], object]:
     return run
 
 
-def layer_again() -> Callable[[], object]:
-    """A layer's call of a step of serving, like one before."""
-    import torch
-
-    import attndsl
-
-    pages, table = torch.ones(4, 16, 1, 64, dtype=torch.bfloat16), torch.arange(4).view(2, 2)
-    cache = attndsl.PagedCache(pages, pages, table, torch.tensor([20, 30]))
-    q, starts = torch.ones(2, 2, 64, dtype=torch.bfloat16), torch.arange(3)
-    attn = attndsl.compile("causal()", backend="decode")
-    plan = attn.plan(cache, starts, len(q), most_queries=1)
-    attn.serve(q, cache, starts, plan=plan)
-    return lambda: attn.serve(q, cache, starts, plan=plan)
-
-
 def _causal_call(dtype: str, text: str = "causal()") -> tuple[Any, Any]:
     import torch
 
@@ -273,7 +256,6 @@ WAYS: dict[str, Callable[[], Callable[[], object]]] = {
     "triton backward again": lambda: backward("triton", known=True),
     "hopper backward": lambda: backward("hopper"),
     "hopper backward again": lambda: backward("hopper", known=True),
-    "serving step again": layer_again,
     "triton kernel text": lambda: text_of_job("triton"),
     "hopper kernel text": lambda: text_of_job("hopper"),
     "triton text": lambda: score_to_text("triton"),
@@ -309,7 +291,6 @@ def kernels_that_never_run() -> Iterator[None]:
 
             with (
                 mock.patch.object(Executable, "launch", launch),
-                mock.patch.object(Executable, "launch_grid", launch),
                 mock.patch.multiple(
                     attndsl.backends.hopper.launch,
                     why_wrapped=lambda kernel: None,

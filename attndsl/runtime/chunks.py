@@ -95,28 +95,22 @@ def prepared_chunks(lowered: Lowered, name: str, step: Step, captures: Captures)
         captures: Its captures.
     """
     q, cache, most = step.q, step.cache, step.most_queries
-    tokens, heads, dim = q.shape
+    tokens, dim, width = q.shape[0], q.shape[2], cache.v_pages.shape[3]
     capacity = capacity_of(tokens, cache.batch, most, step.most_chunks)
     # Scales of fp8 belong to the program's score, which kernels that read pages give it.
     if most is None or capacity is None or cache.is_fp8 or not cache.room:
         return None
-    kv_heads, width = cache.k_pages.shape[2], cache.v_pages.shape[3]
-    of_slot = cache.room * kv_heads * (dim + width) * q.element_size()
+    of_slot = cache.room * cache.k_pages.shape[2] * (dim + width) * q.element_size()
     together = max(1, min(capacity, _MOST_BYTES // max(1, of_slot)))
     whole = cache.batch == 1
     rows = tokens if whole else min(most, tokens)
-    # Nothing is read of operands, and values are those of no request: a step's own are checked.
-    queries, k, v = (
-        q.new_empty((1, 1, 1, columns)).expand(together, of_rows, count, -1)
-        for of_rows, count, columns in (
-            (heads, rows, dim), (kv_heads, cache.room, dim), (kv_heads, cache.room, width)
-        )
-    )  # fmt: skip
+    # Values are those of no request: a step's own are checked.
     request, token, position, length = q.new_zeros((4, together), dtype=torch.int32)
     packed = Packed(token, tokens, cache.room, step.q_index, request)
     location = step.location(position, length, packed)
     options = CallOptions(step.scale, out_dtype=step.wide)
-    call = bind(lowered.written, (queries, k, v), captures, location, options)
+    q_of_slots, k, v = step.stand_ins(together, rows)
+    call = bind(lowered.written, (q_of_slots, k, v), captures, location, options)
     terms = terms_of(lowered, call)
     if not has_formulas(terms.lowered):
         tell_once(f"{name}: chunks are run as few queries: their tiles are in lists")

@@ -43,6 +43,18 @@ class Step(NamedTuple):
         """The output's dtype where it is not q's."""
         return None if self.out_dtype is self.q.dtype else self.out_dtype
 
+    def stand_ins(self, entries: int, rows: int) -> tuple[torch.Tensor, ...]:
+        """q, k and v with the sizes of a call of some entries; nothing is read of them."""
+        k, v = self.cache.k_pages, self.cache.v_pages
+        sizes = (
+            (self.q, self.q.shape[1], rows),
+            *((x, x.shape[2], self.cache.room) for x in (k, v)),
+        )
+        return tuple(
+            self.q.new_empty((1, 1, 1, x.shape[-1])).expand(entries, heads, length, -1)
+            for x, heads, length in sizes
+        )
+
     def location(
         self, q_offset: torch.Tensor, lengths: torch.Tensor, packed: Packed, b_offset: int = 0
     ) -> Location:

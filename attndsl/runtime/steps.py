@@ -160,15 +160,6 @@ def prepared_step(
     )  # fmt: skip
 
 
-def with_signs(captures: Captures) -> Captures:
-    """``captures`` without tensors whose signs torch has yet to change."""
-    if not any(isinstance(x, torch.Tensor) and x.is_neg() for x in captures.values()):
-        return captures
-    return {
-        name: x.resolve_neg() if isinstance(x, torch.Tensor) else x for name, x in captures.items()
-    }
-
-
 def are_positions_right(step: Step) -> bool:
     """Return True if no values of lengths and starts make positions that are too large."""
     return max(_MANY_TOKENS, step.cache.room) + (step.most_queries or 0) < POSITION_LIMIT
@@ -210,7 +201,7 @@ def signature_of(
         return None
     if q.is_neg() or k.is_neg() or v.is_neg():
         return None
-    if captures and with_signs(captures) is not captures:
+    if captures and any(isinstance(x, torch.Tensor) and x.is_neg() for x in captures.values()):
         return None
     if names and any(type(captures.get(name)) not in _NUMBERS for name in names):
         return None
