@@ -8,11 +8,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from attndsl.analysis import Analysis
+from attndsl.call.binding import bound, dispatched
 from attndsl.call.options import call_signature, options_in
-from attndsl.call.prepare import bound, dispatched
-from attndsl.call.prepared import check_has_lse
+from attndsl.call.prepared import PreparedCalls, check_has_lse
 from attndsl.call.signature import PLAIN_TENSORS, facts_of
-from attndsl.compiled import MAX_SIGNATURES, MAX_VARIANTS, Traced
+from attndsl.compiled import MAX_VARIANTS, Traced
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.foundation.caches import BoundedCache, Reason
 from attndsl.in_graphs import InGraphs
@@ -51,7 +51,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
-        "__weakref__", "_backend", "_by_token", "_checked", "_defaults", "_dims", "_facts",
+        "__weakref__", "_backend", "_by_token", "_checked", "_defaults", "_dims",
         "_in_graphs", "_lowered", "_names", "_optional", "_prepared", "_source", "_spec", "_steps",
         "_traced", "_variants", "_warns",
     )  # fmt: skip
@@ -74,14 +74,11 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         program = self._lowered.program
         self._optional = optional_names(program)
         self._names = frozenset(x.name for x in program.captures())
-        self._facts = facts_of(program, backend, checked, warns)
         self._variants = BoundedCache("programs of calls, by absent captures", MAX_VARIANTS)
         self._traced = Traced()
         self._by_token = speaks_of_tokens(program)
         self._steps = BoundedCache("prepared steps", 4096, Reason.BACKENDS, Reason.KERNELS)
-        self._prepared = BoundedCache(
-            "prepared calls, by signature", MAX_SIGNATURES, Reason.BACKENDS, Reason.KERNELS
-        )
+        self._prepared = PreparedCalls(facts_of(program, backend, checked, warns))
 
     def _like(self, spec: str, defaults: dict[str, Any]) -> Attention:
         made = self.made_of._replace(spec=spec, defaults=defaults)
@@ -194,8 +191,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
                 return self._not_prepared((q, k, v), given)
             if self._lowered.program.dropout is not None:
                 given["seed"] = seed_of_call(given.get("seed"), q.device)
-            arguments = self._arguments(q, k, v, given)
-            prepared, first = self._prepared_for(arguments)
+            prepared, arguments, first = self._prepared.of(self, q, k, v, given)
             return prepared.run(arguments, first)
         except (AttributeError, TypeError):
             refuse_call(self, (q, k, v), given)
@@ -314,8 +310,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
             UnsupportedError: The backend has one way to run the call.
         """
         with pointing_into(self._source):
-            given = self._arguments(q, k, v, arguments)
-            program, _, call = bound(self, (q, k, v), arguments, given.captures)
+            program, _, call = bound(self, (q, k, v), arguments, self._captures_of(arguments))
             backend, lowered, call = dispatched(program, call)
         return tune(*backend.runner(lowered, call), progress)
 

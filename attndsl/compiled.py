@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 
 from attndsl.backends.dense.interpret import evaluate, scope_of
+from attndsl.call.binding import EXPORT, bound, dispatched
 from attndsl.call.options import NAMES, WHOLE, Location
-from attndsl.call.prepare import EXPORT, bound, dispatched, prepare
-from attndsl.call.prepared import Arguments
-from attndsl.call.signature import PLAIN_TENSORS, signature_of_call
+from attndsl.call.signature import PLAIN_TENSORS
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.refusals import refuse_call
 from attndsl.runtime.arguments import autocast, check_known, joined
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from attndsl.backends.base import Backend, Call, Scalar
-    from attndsl.call.prepared import PreparedCall
-    from attndsl.call.signature import Facts
+    from attndsl.call.prepared import PreparedCalls
     from attndsl.foundation.caches import BoundedCache
     from attndsl.passes.broadcast import Dims
     from attndsl.pipeline import Lowered
@@ -72,8 +70,6 @@ class Made(NamedTuple):
 
 MAX_VARIANTS = 1024
 """Programs of one text, by the captures that calls leave out or give with size 1."""
-MAX_SIGNATURES = 4096
-"""Prepared calls of one program."""
 
 
 class Compiled:
@@ -96,10 +92,8 @@ class Compiled:
     """The programs of calls that do so, or whose tensors have size 1 in place of another."""
     _names: frozenset[str]
     """Of all captures."""
-    _prepared: BoundedCache[PreparedCall]
+    _prepared: PreparedCalls
     """Prepared calls by signature."""
-    _facts: Facts
-    """What signatures have to hold."""
     _traced: Traced
 
     @abstractmethod
@@ -209,8 +203,7 @@ class Compiled:
         if torch.compiler.is_compiling() or type(q) not in PLAIN_TENSORS:
             return self._backward_in_graph((q, k, v), arguments, results, asked, room)
         try:
-            given = self._arguments(q, k, v, arguments)
-            prepared, _ = self._prepared_for(given)
+            prepared, given, _ = self._prepared.of(self, q, k, v, arguments)
             return prepared.gradients(given, results, asked, room, tiles)
         except (AttributeError, TypeError):
             refuse_call(self, (q, k, v), arguments)
@@ -270,36 +263,13 @@ class Compiled:
         (found,) = evaluate((sink,), scope_of(call, q.new_zeros((1,) * 4, dtype=work)))
         return found.expand(found.shape[0], q.shape[1], 1, 1)[..., 0, 0]
 
-    def _arguments(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]
-    ) -> Arguments:
-        """Arguments of a call whose keywords are ``given``; autocast converts q, k and v."""
-        if torch._C._is_any_autocast_enabled():
-            q, k, v = autocast(q), autocast(k), autocast(v)
-        if self._defaults or "captures" in given:
-            return Arguments(q, k, v, given, self._captures_of(given))
-        return Arguments(q, k, v, given, given)
-
     def _captures_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The captures of a call whose keywords are ``given``."""
         named = {n: x for n, x in given.items() if n != "captures" and n not in NAMES}
         return self._given(given.get("captures"), named)
 
-    def _prepared_for(self, given: Arguments) -> tuple[PreparedCall, bool]:
-        """The prepared call of these arguments, and whether it is the first of its signature."""
-        q, k, v, options, captures = given
-        key = None
-        if type(k) in PLAIN_TENSORS and type(v) in PLAIN_TENSORS:
-            key = signature_of_call(self._facts, q, k, v, options, captures)
-            if (found := self._prepared.get(key)) is not None:
-                return found, False
-        found = prepare(self, given)
-        if key is not None:
-            self._prepared.put(key, found)
-        return found, True
-
     def _dispatched(self, call: Call) -> tuple[Backend, Lowered, Call]:
-        """Choose the backend of a bound call; see :func:`attndsl.call.prepare.dispatched`."""
+        """Choose the backend of a bound call; see :func:`attndsl.call.binding.dispatched`."""
         return dispatched(self, call)
 
     def _given(self, captures: Captures | None, named: Captures) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attndsl.call.prepare import bound
+from attndsl.call.binding import bound
 from attndsl.runtime.arguments import autocast, check_operands
 from attndsl.runtime.distributed import is_dtensor
 

@@ -382,6 +382,8 @@ class Backend(Protocol):
     """Whether profiles have events of its forwards and backwards that say the program's name."""
     any_length: bool = False
     """Whether a call that it can run, it can run with any number of keys, and nothing is kept."""
+    binds: bool = False
+    """Whether a bound call takes less of the host's time than one that is not."""
     contracts: bool = True
     """Whether it runs programs with contractions; others do by :mod:`.tiled.dots`."""
 

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
-CLOSED = frozenset(("Modules.prepare", "Modules.tile_lists", "Executable.launch"))
+CLOSED = frozenset(
+    ("Modules.prepare", "Modules.tile_lists", "Executable.launch", "Executable.launch_grid")
+)
 """Qualified names of functions whose own calls are not followed."""
 _FOLDERS = {"attndsl": ("attndsl",), "backends": ("attndsl", "backends"),
             "grammar": ("attndsl", "grammar")}  # fmt: skip
@@ -234,6 +236,58 @@ def _causal_call(dtype: str, text: str = "causal()") -> tuple[Any, Any]:
     return lower(Source(text), {}), Call(q, k, v, 0.125, sizes)
 
 
+def hopper_call(known: bool = False) -> Callable[[], object]:
+    """A call as users make it, with its backward by autograd: the first, or one like those before.
+
+    Of a first call, what comes before its backend is followed.
+    """
+    import torch
+
+    import attndsl
+
+    attention = attndsl.compile("causal()", backend="hopper")
+    leaves = [
+        torch.ones(1, heads, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (2, 1, 1)
+    ]
+    grad = torch.ones_like(leaves[0])
+
+    def run() -> object:
+        return torch.autograd.grad(attention(*leaves), leaves, grad)
+
+    if not known:
+        return lambda: attention(*[x.detach() for x in leaves])
+    for _ in range(3):
+        run()
+    return run
+
+
+def serving_step() -> Callable[[], object]:
+    """A layer of a decoding step by kernels that read pages, like one before.
+
+    The step has a plan, which has looked at values: on a GPU no call does.
+    """
+    import torch
+
+    import attndsl
+
+    attention = attndsl.compile("causal()", backend="decode")
+    pages = torch.ones(4, 16, 1, 64, dtype=torch.bfloat16)
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    cache = attndsl.PagedCache(pages, pages, table, torch.tensor([20, 30], dtype=torch.int32))
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    q = torch.ones(2, 2, 64, dtype=torch.bfloat16)
+    plan = attention.plan(cache, starts, len(q), most_queries=1)
+
+    def run() -> object:
+        with torch.no_grad():
+            return attention.serve(q, cache, starts, plan=plan)
+
+    for _ in range(3):
+        run()
+    return run
+
+
 def text_of_job(backend: str) -> Callable[[], object]:
     """A lowered program with a modified score to the text of the kernel of a forward."""
     from attndsl.backends.kernels.kernel import Task
@@ -256,6 +310,9 @@ WAYS: dict[str, Callable[[], Callable[[], object]]] = {
     "triton backward again": lambda: backward("triton", known=True),
     "hopper backward": lambda: backward("hopper"),
     "hopper backward again": lambda: backward("hopper", known=True),
+    "hopper call": hopper_call,
+    "hopper call again": lambda: hopper_call(known=True),
+    "serving step again": serving_step,
     "triton kernel text": lambda: text_of_job("triton"),
     "hopper kernel text": lambda: text_of_job("hopper"),
     "triton text": lambda: score_to_text("triton"),
@@ -284,6 +341,7 @@ def kernels_that_never_run() -> Iterator[None]:
         variables = {"TRITON_INTERPRET": "1", "ATTNDSL_CACHE_DIR": folder}
         with mock.patch.dict(os.environ, variables), warnings.catch_warnings():
             import attndsl.backends.hopper.launch
+            from attndsl.backends.hopper.family import Hopper
             from attndsl.backends.kernels.compile import Executable
 
             def launch(*_: object) -> None:
@@ -291,6 +349,8 @@ def kernels_that_never_run() -> Iterator[None]:
 
             with (
                 mock.patch.object(Executable, "launch", launch),
+                mock.patch.object(Executable, "launch_grid", launch),
+                mock.patch.object(Hopper, "why_no_device", return_value=None),
                 mock.patch.multiple(
                     attndsl.backends.hopper.launch,
                     why_wrapped=lambda kernel: None,

@@ -1,8 +1,8 @@
 """The one prepared call: what calls of one signature share, and how one of them runs.
 
 Every way to call a program (``__call__``, ``out=``, :meth:`attndsl.Attention.backward`, context
-parallelism) is two lines: ``prepared = cache.get(signature) or prepare(...)``, then
-``prepared.run(...)`` or ``prepared.gradients(...)``.
+parallelism) is two lines: :meth:`PreparedCalls.of` finds or makes what is prepared, and
+:meth:`PreparedCall.run` or :meth:`PreparedCall.gradients` runs it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.autograd import profiler
 from attndsl.backends.base import NONE, Call, Signature
 from attndsl.backends.memory_order import rows_contiguous
 from attndsl.errors import AttnDSLError, UnsupportedError
-from attndsl.runtime.arguments import scale_of
-from attndsl.runtime.autograd import attend, needs_grad
+from attndsl.foundation.caches import BoundedCache, Reason
+from attndsl.runtime.arguments import autocast, scale_of
+from attndsl.runtime.autograd import attend, attend_bound, bound_call, modes_on, needs_grad
 from attndsl.runtime.backward import (
     check_results,
     check_room,
@@ -26,24 +27,35 @@ from attndsl.runtime.backward import (
     in_room,
     wants_for,
 )
+from attndsl.runtime.doubts import doubts_of_call, tell
 from attndsl.runtime.higher import is_transformed
-from attndsl.runtime.modes import modes_on, seen_by_modes
-from attndsl.runtime.parts import gradients_of_wholes
+from attndsl.runtime.modes import seen_by_modes
+from attndsl.runtime.parts import gradients_of_wholes, terms_of
 from attndsl.runtime.probability import check_probability
 from attndsl.runtime.profiling import BACKWARD, event_named
 from attndsl.runtime.programs import point_into, pointing_into
 from attndsl.runtime.tiles import given_tiles
-from attndsl.runtime.values import check_values
+from attndsl.runtime.values import check_values, needs_of_values
+
+from .binding import bound, dispatched
+from .options import IN_KEY, InKey
+from .signature import PLAIN_TENSORS, signature_of_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Backend
     from attndsl.compiled import Compiled
+    from attndsl.runtime.autograd import BoundCall
     from attndsl.runtime.backward import Asked, Gradients, Results
     from attndsl.runtime.parts import Terms
     from attndsl.runtime.values import Values
     from attndsl.tilemap import TileMap
+
+    from .signature import Facts
+
+
+_MOST_SIGNATURES = 4096
 
 
 class Arguments(NamedTuple):
@@ -62,13 +74,13 @@ class PreparedCall:
     """Program, backend and checks that calls of one signature share. It holds no tensors."""
 
     __slots__ = (
-        "as_given", "backend", "bare", "declared", "kv_len", "lowered", "marks", "needs", "params",
-        "request", "scale", "source", "template", "tensors", "terms",
+        "as_given", "backend", "bare", "binds", "bound", "declared", "kv_len", "lowered", "marks",
+        "needs", "params", "request", "scale", "source", "template", "tensors", "terms",
     )  # fmt: skip
 
     def __init__(
         self, program: Compiled, backend: Backend, call: Call, as_given: bool, needs: Values,
-        terms: Terms | None,
+        terms: Terms | None, fixed: bool,
     ) -> None:  # fmt: skip
         """Prepare calls like one that was bound.
 
@@ -79,6 +91,7 @@ class PreparedCall:
             as_given: Whether q, k and v go to the backend as they are.
             needs: Treatment that values of each call need.
             terms: Rules that put a part of a larger call into its program's terms.
+            fixed: Whether the signature has the values of all options.
         """
         # Not the program itself: it keeps prepared calls, and would be part of a cycle.
         self.declared = declared = program.lowered.program
@@ -100,6 +113,13 @@ class PreparedCall:
         self.bare = None
         if not (self.tensors or self.params) and terms is None:
             self.bare = tuple(self.template[3:])
+        self.binds = (
+            backend.binds and as_given and terms is None and declared.dropout is None
+            and not self.params and fixed
+        )  # fmt: skip
+        self.bound: BoundCall | None = None
+        """The launch of calls that differ in elements and addresses alone; none before the second
+        one."""
 
     def call(self, given: Arguments) -> Call:
         """The checked call of these arguments, before a part is put into its program's terms.
@@ -146,14 +166,18 @@ class PreparedCall:
         Raises:
             AttnDSLError: As of :meth:`attndsl.Attention.__call__`.
         """
+        options = given.options
         try:
+            if self.bound is not None and (results := self._launched(given)) is not None:
+                return results
             whole = self.call(given)
             backend, call = self.backend, whole
             if modes_on():
                 backend = seen_by_modes(backend, self.request, whole)
             if self.terms is not None:
                 call = self.terms.applied(whole)
-            options = given.options
+            if self.binds and not first and self.bound is None:
+                self.bound = bound_call(backend, self.lowered, call)
             if not options:
                 return attend(backend, self.lowered, call, False, first)
             tiles, out, has_lse = map(options.get, ("tiles", "out", "return_lse"))
@@ -167,6 +191,22 @@ class PreparedCall:
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self.source)
             raise
+
+    def _launched(self, given: Arguments) -> Any:
+        """Results of the bound launch; None for a call of which more is to be looked at."""
+        q, k, v, options, captures = given
+        has_lse = False
+        if options:
+            if "out" in options:
+                return None
+            has_lse = bool(options.get("return_lse"))
+            if has_lse:
+                check_has_lse(self.declared)
+        tensors: tuple[torch.Tensor, ...] = q, k, v
+        if self.tensors:
+            tensors = q, k, v, *[captures[name] for name in self.tensors]
+        assert self.bound is not None
+        return attend_bound(self.bound, tensors, has_lse)
 
     def _into(
         self, backend: Backend, whole: Call, call: Call, out: torch.Tensor, has_lse: bool
@@ -205,6 +245,78 @@ class PreparedCall:
                 found = gradients_of_results(backend, self.lowered, call, results, wants)
             captures = gradients_of_wholes(self.declared, whole, found.captures)
             return found._replace(q=in_room(room, found.q), captures=captures)
+
+
+class PreparedCalls:
+    """The prepared calls of a program, by signature."""
+
+    __slots__ = ("_cache", "_facts")
+
+    def __init__(self, facts: Facts) -> None:
+        """Make room for calls of a program with these ``facts``."""
+        self._facts = facts
+        self._cache: BoundedCache[PreparedCall] = BoundedCache(
+            "prepared calls", _MOST_SIGNATURES, Reason.BACKENDS, Reason.KERNELS
+        )
+
+    def of(
+        self, program: Compiled, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        given: dict[str, Any],
+    ) -> tuple[PreparedCall, Arguments, bool]:  # fmt: skip
+        """The prepared call, its arguments, and whether it is the first of its signature.
+
+        Args:
+            program: The program that is called.
+            q: Queries; autocast converts them, like keys and values.
+            k: Keys.
+            v: Values.
+            given: All keywords of the call.
+
+        Raises:
+            AttnDSLError: As of :meth:`attndsl.Attention.__call__`.
+        """
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q), autocast(k), autocast(v)
+        captures = given
+        if program._defaults or "captures" in given:
+            captures = program._captures_of(given)
+        arguments, key = Arguments(q, k, v, given, captures), None
+        if type(k) in PLAIN_TENSORS and type(v) in PLAIN_TENSORS:
+            key = signature_of_call(self._facts, q, k, v, given, captures)
+            found = self._cache.recent.get(key) or self._cache.get(key)
+            if found is not None:
+                return found, arguments, False
+        found = prepare(program, arguments)
+        if key is not None:
+            self._cache.put(key, found)
+        return found, arguments, True
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+
+def prepare(asked: Compiled, given: Arguments) -> PreparedCall:
+    """Prepare calls like this one.
+
+    Args:
+        asked: The program, whose captures may be optional.
+        given: The call.
+
+    Raises:
+        AttnDSLError: As of :meth:`attndsl.Attention.__call__`.
+    """
+    operands = given.q, given.k, given.v
+    with pointing_into(asked._source):
+        program, captures, call = bound(asked, operands, given.options, given.captures)
+        terms = None if call.part is None else terms_of(program.lowered, call)
+        backend = dispatched(program, call)[0]
+    if program._warns:
+        tell(list(doubts_of_call(program.lowered.program, call, given.options)))
+    as_given = all(x is y for x, y in zip((call.q, call.k, call.v), operands, strict=True))
+    numbers = (given.options.get(name) for name in ("q_offset", "kv_offset", "seed"))
+    needs = needs_of_values(program.lowered.program, call, captures, tuple(numbers))
+    fixed = all(IN_KEY.get(name) is not InKey.KIND for name in given.options)
+    return PreparedCall(program, backend, call, as_given, needs, terms, fixed)
 
 
 def check_has_lse(program: Any) -> None:

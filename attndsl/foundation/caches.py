@@ -115,8 +115,8 @@ class BoundedCache(Generic[Value]):
     """
 
     __slots__ = (
-        "__weakref__", "_evictions", "_lock", "_misses", "_older", "_younger", "bound", "name",
-        "reasons",
+        "__weakref__", "_evictions", "_lock", "_misses", "_older", "bound", "name", "reasons",
+        "recent",
     )  # fmt: skip
 
     def __init__(self, name: str, bound: int, *reasons: Reason) -> None:
@@ -128,7 +128,8 @@ class BoundedCache(Generic[Value]):
             *reasons: Reasons for which it is emptied, besides a reset.
         """
         self.name, self.bound, self.reasons = name, bound, frozenset(reasons)
-        self._younger: dict[Hashable, Value] = {}
+        self.recent: dict[Hashable, Value] = {}
+        """The younger generation, for callers that have no time for a call of :meth:`get`."""
         self._older: dict[Hashable, Value] = {}
         self._lock = threading.Lock()
         self._misses = self._evictions = 0
@@ -136,7 +137,7 @@ class BoundedCache(Generic[Value]):
 
     def get(self, key: Hashable) -> Value | None:
         """The value of ``key``; None where there is none."""
-        found = self._younger.get(key)
+        found = self.recent.get(key)
         return found if found is not None else self._older_one(key)
 
     def _older_one(self, key: Hashable) -> Value | None:
@@ -151,7 +152,7 @@ class BoundedCache(Generic[Value]):
         """Keep ``value``, which is not None, under ``key``."""
         with self._lock:
             self._make_room(key)
-            self._younger[key] = value
+            self.recent[key] = value
 
     def get_or_make(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The value of ``key``, made by ``make`` where there is none.
@@ -163,21 +164,21 @@ class BoundedCache(Generic[Value]):
             made = make()
             with self._lock:
                 self._make_room(key)
-                found = self._younger.setdefault(key, made)
+                found = self.recent.setdefault(key, made)
         return found
 
     def _make_room(self, key: Hashable) -> None:
         """Begin another generation if this one is full."""
         self._older.pop(key, None)
-        if len(self._younger) >= max(1, self.bound // 2) and key not in self._younger:
+        if len(self.recent) >= max(1, self.bound // 2) and key not in self.recent:
             self._evictions += len(self._older)
-            self._older, self._younger = self._younger, {}
+            self._older, self.recent = self.recent, {}
 
     def invalidate(self, reason: Reason) -> None:
         """Drop all entries, if ``reason`` is one of the cache's, or a reset."""
         if reason is Reason.RESET or reason in self.reasons:
             with self._lock:
-                self._younger, self._older = {}, {}
+                self.recent, self._older = {}, {}
 
     def statistics(self) -> CacheStatistics:
         """Figures as they are now."""
@@ -190,10 +191,10 @@ class BoundedCache(Generic[Value]):
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._younger) + len(self._older)
+        return len(self.recent) + len(self._older)
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._younger or key in self._older
+        return key in self.recent or key in self._older
 
 
 class _Results:

@@ -6,10 +6,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.nn import functional
 
-from attndsl.backends.base import Backward
+from attndsl.backends.base import Backward, matmul_precision
 from attndsl.backends.log_sum import public_lse
 from attndsl.backends.memory_order import arranged, is_window, memory_order, rows_contiguous
 from attndsl.errors import AttnDSLError, UnsupportedError
@@ -22,10 +22,14 @@ from .probability import check_probability
 from .profiling import BACKWARD, event_of_call
 from .second import differentiable_gradients, in_order, wants_of
 
+_is_within_transform = torch._C._are_functorch_transforms_active
+modes_on = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are on."""
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attndsl.backends.base import Backend, Call, Form
+    from attndsl.backends.base import Backend, BoundBackward, Call, Form, Gradients
+    from attndsl.backends.dense.pulled import Tensors
     from attndsl.backends.memory_order import MemoryOrder
     from attndsl.pipeline import Lowered
 
@@ -73,11 +77,73 @@ def attend(
             with suppress(AttnDSLError):  # What cannot run is refused where it would.
                 backend.start(lowered, call, wants_of(needs, form.tensors, form.given))
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _apply(
-            (backend, lowered, call, form, return_lse), *tensors
+            (backend, lowered, call, form, return_lse, None), *tensors
         )
         return found
     out, lse = backend.forward(lowered, call)
     return (out, public_lse(lse)) if return_lse else out
+
+
+class BoundCall:
+    """Launches of calls that differ in elements and addresses alone, bound once.
+
+    A look-up of the launch and of its arguments takes most of the host's time of a call. What they
+    have in common is found out once (see M54 in docs/measured.md).
+    """
+
+    __slots__ = ("backend", "backwards", "form", "forward", "lowered", "precision", "signature")
+
+    def __init__(self, backend: Backend, lowered: Lowered, call: Call) -> None:
+        """See :func:`bound_call`."""
+        self.backend, self.lowered, self.signature = backend, lowered, call.signature
+        self.form, _ = call.flatten()
+        self.forward = backend.bound_forward(lowered, call)
+        self.precision = matmul_precision() if call.q.dtype is torch.float32 else None
+        self.backwards: dict[object, BoundBackward] = {}
+        """By wanted gradients, strides of the output's gradient, and whether lse has one."""
+
+
+def bound_call(backend: Backend, lowered: Lowered, call: Call) -> BoundCall | None:
+    """Bind calls like ``call``; None where torch listens to it, or an address is unusual."""
+    _, tensors = call.flatten()
+    return BoundCall(backend, lowered, call) if _is_usual(tensors) else None
+
+
+def attend_bound(bound: BoundCall, tensors: Tensors, return_lse: bool) -> Any:
+    """``out`` or ``(out, lse)`` of bound calls; None for one that has to be looked at.
+
+    Args:
+        bound: What was bound.
+        tensors: q, k, v, and captures in their order.
+        return_lse: Whether lse is asked for.
+    """
+    if not _is_usual(tensors) or (
+        bound.precision is not None and bound.precision != matmul_precision()
+    ):
+        return None
+    if torch.is_grad_enabled() and True in [x.requires_grad for x in tensors]:
+        job = bound.backend, bound.lowered, None, bound.form, return_lse, bound
+        return _apply(job, *tensors)
+    out, lse = bound.forward(tensors)
+    return (out, public_lse(lse)) if return_lse else out
+
+
+def _is_usual(tensors: Tensors) -> bool:
+    """Return True if torch does not listen, and memory is aligned and holds what is meant.
+
+    Listeners are profiles, modes, transforms and torch's ``context_parallel``.
+    """
+    if (
+        profiler._is_profiler_enabled or modes_on() or _is_within_transform()
+        or forward_ad._current_level >= 0 or functional.scaled_dot_product_attention is not OF_TORCH
+    ):  # fmt: skip
+        return False
+    bits = 0
+    for x in tensors:
+        if x.is_neg():
+            return False
+        bits |= x.data_ptr()
+    return not bits % ALIGNED
 
 
 def without_neg(call: Call) -> Call:
@@ -113,18 +179,18 @@ ALIGNED = 16
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, job: tuple[Backend, Lowered, Call, Form, bool], *tensors: torch.Tensor
+        ctx: Any, job: tuple[Any, ...], *tensors: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         # One argument and one attribute, since each costs time: see M20 in docs/measured.md.
-        backend, lowered, call, form, return_lse = job
-        out, lse = backend.forward(lowered, call)
-        signature = call.signature
+        backend, lowered, call, form, return_lse, bound = job
+        out, lse = backend.forward(lowered, call) if bound is None else bound.forward(tensors)
+        signature = call.signature if bound is None else bound.signature
         if signature is not None and signature.steps is None:
             signature.steps = [x.stride() for x in (*tensors, out, lse)]
         ctx.set_materialize_grads(False)
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.kept = backend, lowered, form
+        ctx.kept = backend, lowered, form, bound
         # An output that nobody sees takes torch as long as an allocation.
         return (out, public_lse(lse)) if return_lse else out
 
@@ -134,15 +200,19 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        refuse_vectorized(grad_out, grad_lse)
-        backend, lowered, form = ctx.kept
+        backend, lowered, form, bound = ctx.kept
         saved = ctx.saved_tensors
         *tensors, out, lse = saved
-        call = form.call(tensors)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         wanted = wants_of(ctx.needs_input_grad[1:], form.tensors, form.given)
         results = Backward(out, lse, grad_out, grad_lse, wanted)
+        if bound is not None and _is_like(bound, saved, grad_out, grad_lse):
+            found = _bound_gradients(bound, tensors, results)
+            captures = [found.tensors.get(name) for name in form.tensors]
+            return (None, found.q, found.k, found.v, *captures)
+        refuse_vectorized(grad_out, grad_lse)
+        call = form.call(tensors)
         signature = call.signature
         if (
             signature is None or signature.steps != [x.stride() for x in saved]
@@ -155,6 +225,35 @@ class _Attend(torch.autograd.Function):
             with event_of_call(backend, lowered, call, BACKWARD):
                 return (None, *_gradients(backend, lowered, call, form, results))
         return (None, *_gradients(backend, lowered, call, form, results))
+
+
+def _is_like(
+    bound: BoundCall, saved: Tensors, grad_out: torch.Tensor, grad_lse: torch.Tensor | None
+) -> bool:
+    """Return True if a backward is like those that are bound, and nobody differentiates it.
+
+    Hooks of saved tensors, such as torch's ``save_on_cpu``, may lay them out anew.
+    """
+    given = (*saved, grad_out) if grad_lse is None else (*saved, grad_out, grad_lse)
+    signature = bound.signature
+    return (
+        not torch.is_grad_enabled()
+        and signature is not None and signature.steps == [x.stride() for x in saved]
+        and grad_out.dtype is saved[0].dtype
+        and (grad_lse is None or grad_lse.is_contiguous()) and _is_usual(given)
+        and (bound.precision is None or bound.precision == matmul_precision())
+    )  # fmt: skip
+
+
+def _bound_gradients(bound: BoundCall, tensors: Tensors, results: Backward) -> Gradients:
+    """Gradients by a bound launch; the first one of its kind is bound."""
+    key = results.wanted, results.grad_out.stride(), results.grad_lse is None
+    run = bound.backwards.get(key)
+    if run is None:
+        call = bound.form.call(tensors)
+        run = bound.backend.bound_backward(bound.lowered, call, results)
+        bound.backwards[key] = run
+    return run(tensors, results)
 
 
 def _readable(call: Call) -> Call:

@@ -14,6 +14,7 @@ from attndsl.backends.base import Backend
 from attndsl.operands import packed
 from attndsl.operators import tell_counters
 
+from .autograd import modes_on
 from .higher import is_transformed
 from .operator import operands, through_operator
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from .operator import Request
-
-modes_on = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes are on."""
 
 
 def seen_by_modes(backend: Backend, request: Request, call: Call) -> Backend:

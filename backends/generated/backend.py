@@ -59,6 +59,7 @@ class GeneratedBackend(Backend):
     differentiable = False
     contracts = False
     reads_windows = True
+    binds = True
 
     def __init__(
         self, name: str, families: tuple[Family, ...], store: Store, pages: Serve | None = None,

@@ -16,7 +16,6 @@ import torch
 from ..base import Gradients
 from ..kernels.arguments import call_numbers
 from ..kernels.bound import allocator, last_arguments, rows_of
-from ..kernels.device import is_current, stream_of
 from ..kernels.tile_lists import STATISTICS_ROWS
 
 if TYPE_CHECKING:
@@ -30,14 +29,47 @@ if TYPE_CHECKING:
 FLOAT_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
 class Launches:
     """Launch state that bound calls of one layout share."""
 
-    layout: HopperLayout
-    maps: TensorMaps
-    counter: Callable[[HopperLayout, torch.device, int], list[int]]
-    device: torch.device
+    __slots__ = ("_counts", "_counts_of", "_index", "device", "layout", "lse", "maps", "new")
+
+    def __init__(
+        self, layout: HopperLayout, maps: TensorMaps,
+        counts_of: Callable[[torch.device, int], torch.Tensor], device: torch.device,
+    ) -> None:  # fmt: skip
+        """Share what launches of ``layout`` on ``device`` need.
+
+        Args:
+            layout: Of the calls.
+            maps: Tensor maps by view and address.
+            counts_of: Gives memory in which the programs of a launch on a stream count.
+            device: Where the calls run.
+        """
+        self.layout, self.maps, self.device, self._counts_of = layout, maps, device, counts_of
+        self.new, self.lse = allocator(device.type), rows_of(layout)
+        self._index = device.index
+        self._counts: dict[int, torch.Tensor] = {}
+
+    def stream(self) -> int | None:
+        """Handle of the device's current stream; None where another device is the current one."""
+        index = self._index
+        if index is None:
+            return 0
+        if torch._C._cuda_getDevice() != index:
+            return None
+        return int(torch._C._cuda_getCurrentRawStream(index))
+
+    def counter(self, stream: int) -> tuple[int, ...]:
+        """The address of the memory that programs count in, if they do; see :class:`.Counts`."""
+        if not self.layout.drawn:
+            return ()
+        if self._index is not None and torch.cuda.is_current_stream_capturing():
+            return (self._counts_of(self.device, stream).data_ptr(),)
+        counts = self._counts.get(stream)
+        if counts is None:
+            counts = self._counts[stream] = self._counts_of(self.device, stream)
+        return (counts.data_ptr(),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +83,19 @@ class ForwardLaunch:
     def __call__(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the forward."""
         q, k, v, *captures = operands
-        layout, maps, counter, device = (
-            self.own.layout, self.own.maps, self.own.counter, self.own.device,
-        )  # fmt: skip
-        if not is_current(device):
-            with torch.cuda.device(device):
+        own, layout = self.own, self.own.layout
+        if (stream := own.stream()) is None:
+            with torch.cuda.device(own.device):
                 return self(operands)
-        order, new = layout.orders.out, allocator(device.type)
-        out = new(order.shape, order.strides, q.dtype)
-        lse = new(*rows_of(layout), torch.float32)
-        stream = stream_of(device)
+        order = layout.orders.out
+        out = own.new(order.shape, order.strides, q.dtype)
+        lse = own.new(*own.lse, torch.float32)
         self.run(
             layout.programs,
             stream,
             [
-                *maps.together(layout.operands, q, k, v, out), lse.data_ptr(),
-                *(counter(layout, device, stream) if layout.drawn else ()),
-                *self.last.now(captures),
+                *own.maps.together(layout.operands, q, k, v, out), lse.data_ptr(),
+                *own.counter(stream), *(self.last.now(captures) if captures else self.last.values),
             ],
         )  # fmt: skip
         return out, lse
@@ -92,21 +120,20 @@ class BackwardLaunch:
     def __call__(self, operands: Sequence[torch.Tensor], backward: Backward) -> Gradients:
         """Launch the backward, what comes before and what makes dQ."""
         q, k, v, *captures = operands
-        layout, device = self.own.layout, self.own.device
-        if not is_current(device):
-            with torch.cuda.device(device):
+        own, layout = self.own, self.own.layout
+        if (stream := own.stream()) is None:
+            with torch.cuda.device(own.device):
                 return self(operands, backward)
         out, lse, grad_out, grad_lse, wanted = backward
         batch, heads, padded = layout.statistics
         rows, orders = batch * heads * padded, layout.orders
-        kind, new = self.dtype, allocator(device.type)
+        kind, new = self.dtype, own.new
         memory = new((rows * (3 + layout.columns),), (1,), torch.float32)
         dk = new(orders.k.shape, orders.k.strides, kind)
         dv = new(orders.v.shape, orders.v.strides, kind)
         first = memory.data_ptr()
         shift, rest, delta, sums = (first + part * rows * FLOAT_BYTES for part in range(4))
         dlse = lse if grad_lse is None else grad_lse
-        stream = stream_of(device)
         self.prepare(
             self.programs[0], stream,
             [
@@ -117,10 +144,9 @@ class BackwardLaunch:
         self.run(
             layout.programs, stream,
             [
-                *self.own.maps.together(layout.operands, q, k, v, grad_out, memory),
+                *own.maps.together(layout.operands, q, k, v, grad_out, memory),
                 shift, sums, dk.data_ptr(), dv.data_ptr(),
-                *(self.own.counter(layout, device, stream) if layout.drawn else ()),
-                *self.last.now(captures),
+                *own.counter(stream), *(self.last.now(captures) if captures else self.last.values),
             ],
         )  # fmt: skip
         dq = None

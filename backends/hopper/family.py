@@ -242,7 +242,7 @@ class Hopper:
 
     def _bound(self, layout: Layout, call: Call) -> Launches:
         assert isinstance(layout, HopperLayout)
-        return Launches(layout, self._maps, self._counter, call.q.device)
+        return Launches(layout, self._maps, self._counts.of, call.q.device)
 
     def movable(self, moving: Moving) -> Moving:
         """See :class:`~..kernels.kernel.Family`."""

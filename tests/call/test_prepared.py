@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attndsl
-from attndsl import compiled
+from attndsl.call import prepared as module
 from attndsl.errors import ArgumentError, ProgramWarning
 from attndsl.foundation.caches import CACHES, Reason
 
@@ -26,8 +26,8 @@ def drawn(rows=20, keys=30, dim=8):
 def prepared(monkeypatch):
     """Calls that were prepared."""
     found = []
-    real = compiled.prepare
-    monkeypatch.setattr(compiled, "prepare", lambda *given: found.append(1) or real(*given))
+    real = module.prepare
+    monkeypatch.setattr(module, "prepare", lambda *given: found.append(1) or real(*given))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Preparation of a signature's first call: variant, bound call, backend, and the checks of both."""
+"""The slow half of a call: its program's variant, its bound arguments, and its backend."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.errors import UnsupportedError
 from attndsl.runtime.bind import bind
 from attndsl.runtime.dispatch import backend_of, get_backend, tell_choice
-from attndsl.runtime.doubts import doubts_of_call, tell
 from attndsl.runtime.modes import ThroughOperators
-from attndsl.runtime.parts import localised, terms_of
+from attndsl.runtime.parts import localised
 from attndsl.runtime.programs import pointing_into
 from attndsl.runtime.tiles import verify_if_asked
-from attndsl.runtime.values import has_data, needs_of_values
+from attndsl.runtime.values import has_data
 from attndsl.runtime.variants import sizes_of_operands
 
 from .options import NAMES, options_in
-from .prepared import PreparedCall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,32 +27,8 @@ if TYPE_CHECKING:
     from attndsl.compiled import Compiled
     from attndsl.pipeline import Lowered
 
-    from .prepared import Arguments
 
 EXPORT = "use torch.export, whose programs serve all lengths: see docs/deployment.md"
-
-
-def prepare(asked: Compiled, given: Arguments) -> PreparedCall:
-    """Prepare calls like this one.
-
-    Args:
-        asked: The program, whose captures may be optional.
-        given: The call.
-
-    Raises:
-        AttnDSLError: As of :meth:`attndsl.Attention.__call__`.
-    """
-    operands = given.q, given.k, given.v
-    with pointing_into(asked._source):
-        program, captures, call = bound(asked, operands, given.options, given.captures)
-        terms = None if call.part is None else terms_of(program.lowered, call)
-        backend = dispatched(program, call)[0]
-    if program._warns:
-        tell(list(doubts_of_call(program.lowered.program, call, given.options)))
-    as_given = all(x is y for x, y in zip((call.q, call.k, call.v), operands, strict=True))
-    numbers = (given.options.get(name) for name in ("q_offset", "kv_offset", "seed"))
-    needs = needs_of_values(program.lowered.program, call, captures, tuple(numbers))
-    return PreparedCall(program, backend, call, as_given, needs, terms)
 
 
 def bound(
