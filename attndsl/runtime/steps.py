@@ -93,7 +93,9 @@ class PreparedStep(NamedTuple):
             call = self.terms.applied(call)
             return self.backend.bound_serve(self.terms.lowered, call, pages)(call, pages, chunks)
         scale = None if step.scale is None else scale_of(step.scale)
-        index: Any = None if self.positions is None else narrow(step.q_index)  # type: ignore[arg-type]
+        index: Any = None if self.positions is None else step.q_index
+        if index is not None:
+            index = narrow(index)
         key = (
             (pages.k.data_ptr() | pages.v.data_ptr()) % 16 == 0, pages.q.data_ptr() % 16 == 0,
             index is None or index.data_ptr() % 16 == 0, scale is not None and scale <= 0,
