@@ -8,6 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from attndsl.analysis import Analysis
+from attndsl.backends.generated.families import GENERATED
 from attndsl.call.binding import bound, dispatched
 from attndsl.call.options import call_signature, options_in
 from attndsl.call.prepared import PreparedCalls, check_has_lse
@@ -19,7 +20,6 @@ from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
 from attndsl.refusals import refuse_call
 from attndsl.runtime.arguments import is_deterministic
-from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.location import plain_int
 from attndsl.runtime.profiling import tell_name
@@ -74,7 +74,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         program = self._lowered.program
         self._optional = optional_names(program)
         self._names = frozenset(x.name for x in program.captures())
-        self._variants = BoundedCache("programs of calls, by absent captures", MAX_VARIANTS)
+        self._variants = BoundedCache("programs of calls by absent captures", MAX_VARIANTS)
         self._traced = Traced()
         self._by_token = speaks_of_tokens(program)
         self._steps = BoundedCache("prepared steps", 4096, Reason.BACKENDS, Reason.KERNELS)

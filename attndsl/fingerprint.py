@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
+
+from attndsl.foundation.caches import memoised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -82,7 +83,7 @@ def sources_changed() -> bool:
     return _IMPORTED is None or _stamps(_ROOTS) != _IMPORTED
 
 
-@cache
+@memoised("fingerprints of sources", None)
 def source_fingerprint() -> str:
     """SHA-256 over the package's own source files that this process has imported.
 

@@ -17,9 +17,9 @@ import os
 import threading
 import weakref
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from attndsl.foundation.caches import memoised
 from attndsl.scalars import number_key
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def _result_type(
     return _type_of(op, tuple([arg.dtype for arg in args]), dtype)
 
 
-@lru_cache(maxsize=1024)
+@memoised("types of operations", 1024)
 def _type_of(op: Op, types: tuple[DType, ...], dtype: DType | None) -> DType:
     """The result type of an operation, which depends on types alone."""
     if op in (Op.VAR, Op.SIZE):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from functools import lru_cache
 
+from attndsl.foundation.caches import memoised
 from attndsl.settings import LOG_LEVELS, log_level
 
 LOG = logging.getLogger("attndsl")
@@ -40,7 +40,7 @@ def set_up() -> None:
         LOG.warning("ATTNDSL_LOG is %r: write %s or off", name[:40], ", ".join(LOG_LEVELS))
 
 
-@lru_cache(maxsize=4096)
+@memoised("texts that were logged", 4096)
 def tell_once(text: str) -> None:
     """Log ``text`` for information, the first time of many."""
     LOG.info("%s", text)

@@ -13,9 +13,10 @@ tensors and of ints: there are always some of both.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
+
+from attndsl.foundation.caches import memoised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -192,7 +193,7 @@ def parts_of_gradients(
     return tensors[: asked.results], asked, tensors[asked.results :], rest
 
 
-@lru_cache(maxsize=4096)
+@memoised("gradients that strings ask for", 4096)
 def asked_of(what: str) -> tuple[AskedGradients, str]:
     """Split the string of a gradient call into the gradients asked for and the call's ``what``."""
     line, rest = what.split("|", 1)
@@ -201,7 +202,7 @@ def asked_of(what: str) -> tuple[AskedGradients, str]:
     return AskedGradients(chosen, "wide" in flags, "partial" in flags, "lse" in flags), rest
 
 
-@lru_cache(maxsize=4096)
+@memoised("headings of calls", 4096)
 def heading(what: str) -> Heading:
     """Parse the string argument ``what`` of a call."""
     line, backend, spec = what.split("|")

@@ -10,7 +10,7 @@ them is imported at the first run (:mod:`attndsl.runtime.operator`); this module
 from __future__ import annotations
 
 import sys
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
 from attndsl.errors import UnsupportedError
+from attndsl.foundation.caches import memoised
 
 from .operands import (
     SCHEMA,
@@ -48,7 +49,7 @@ _LIBRARY.define(f"row_maxima({SCHEMA}) -> Tensor")
 _LIBRARY.define(f"backward({SCHEMA}) -> Tensor[]")
 
 
-@cache
+@memoised("modules that run operators", None)
 def _runs() -> Any:
     """Module that runs calls. It is looked up once, which takes 0.6 us."""
     return import_module(_RUNS)
@@ -178,7 +179,7 @@ _HARDWARE = frozenset(
 """Where nothing stands between autograd and what runs a call."""
 
 
-@cache
+@memoised("sets of dispatch keys", None)
 def _is_above_hardware(keys: int) -> bool:
     """Return True if a call runs right after autograd: sets of keys take long to look at."""
     below = torch._C.DispatchKeySet.from_raw_repr(keys) & _AFTER

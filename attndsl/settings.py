@@ -43,8 +43,6 @@ class Settings:
     """``ATTNDSL_CHECKED=1``: out-of-range lookups of live pairs are errors (reference backend)."""
     verify: bool
     """``ATTNDSL_VERIFY=1``: the first call of each kind checks its tile plan pair by pair."""
-    quick_start: bool
-    """``ATTNDSL_QUICK_START=1``: calls run by portable kernels while Hopper's are compiled."""
 
 
 def read_settings() -> Settings:
@@ -60,18 +58,12 @@ def read_settings() -> Settings:
         bundles=read_bundles(),
         checked=_switch("ATTNDSL_CHECKED", False),
         verify=asks_to_verify(),
-        quick_start=starts_quickly(),
     )
 
 
 def asks_to_verify() -> bool:
     """``Settings.verify`` alone, since every new kind of call asks, and folders take 40 us."""
     return _switch("ATTNDSL_VERIFY", False)
-
-
-def starts_quickly() -> bool:
-    """``Settings.quick_start`` alone, since folders take 40 us."""
-    return _switch("ATTNDSL_QUICK_START", False)
 
 
 def _switch(name: str, default: bool) -> bool:

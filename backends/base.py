@@ -385,7 +385,7 @@ class Backend(Protocol):
     binds: bool = False
     """Whether a bound call takes less of the host's time than one that is not."""
     contracts: bool = True
-    """Whether it runs programs with contractions; others do by :mod:`.tiled.dots`."""
+    """Whether it runs programs with contractions; others do by :mod:`.tiled.contractions`."""
 
     def why_not(self, device: torch.device) -> str | None:
         """Reason why this backend cannot run on ``device`` here, or None where it can."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from functools import cache
 from importlib import metadata
+
+from attndsl.foundation.caches import memoised
 
 FORMAT_VERSION = 3
 """Changes whenever entries written before can no longer be read."""
@@ -41,7 +42,7 @@ class KernelKey:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-@cache
+@memoised("versions of installed packages", None)
 def version_of(distribution: str) -> str:
     """Installed version of ``distribution``, or ``none``."""
     try:

@@ -7,8 +7,6 @@ and Inductor's), "warm" has them filled by the process before. Inputs require gr
 the forward and the backward of one call. On GPUs FlexAttention, compiled, does the same beside it.
 Making the CUDA context is part of every figure, and also given on its own.
 
-"attndsl, quick" is attndsl with ``ATTNDSL_QUICK_START=1``, behind attndsl on the same processors.
-
 Both systems are measured at the same time, each on its own half of the processors (``processors``),
 so that a run takes four minutes. With fewer than 16 processors one follows the other.
 The package's bytecode is there, as where pip has installed it. What would begin after ``--seconds``
@@ -60,8 +58,7 @@ PROGRAMS = {
     ),
 }
 SHAPE = (1, 4, 1024, 64)
-QUICK = "attndsl, quick"
-SYSTEMS = ("attndsl", QUICK, "flex")
+SYSTEMS = ("attndsl", "flex")
 STATES = ("cold", "warm")
 PROCESS_SECONDS = 60.0
 """Longest a process may take."""
@@ -110,8 +107,7 @@ print(imported - begin, context - imported, first, time.time())
 def code_of(program: Program, system: str, device: str, processors: Sequence[int] = ()) -> str:
     """What one process runs, on these processors or on all; it prints four times."""
     score = f"lambda score, b, h, q, kv: {program.score}," if program.score != "score" else ""
-    body = BODIES["attndsl" if system == QUICK else system]
-    return (HEAD + body + TAIL).format(
+    return (HEAD + BODIES[system] + TAIL).format(
         shape=SHAPE,
         length=SHAPE[2],
         device=device,
@@ -150,7 +146,6 @@ def measure(program: Program, lane: Lane, folder: Path) -> dict[str, float]:
         raise RuntimeError("no time was left")
     caches = ("ATTNDSL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     env = common.with_bytecode() | {name: str(folder / name.lower()) for name in caches}
-    env["ATTNDSL_QUICK_START"] = str(int(lane.system == QUICK))
     code = code_of(program, lane.system, lane.device, lane.processors)
     begin = time.time()
     try:
@@ -224,13 +219,10 @@ def measure_all(
     lock = threading.Lock()
 
     def run(lane: Lane) -> None:
-        has_quick = lane.system == "attndsl" and lane.device.startswith("cuda")
-        systems = (lane.system, QUICK) if has_quick else (lane.system,)
         for name in names:
-            for system in systems:
-                rows = row(name, lane._replace(system=system))
-                with lock:
-                    done(rows)
+            rows = row(name, lane)
+            with lock:
+                done(rows)
 
     with ThreadPoolExecutor(len(lanes) if all(x.processors for x in lanes) else 1) as pool:
         for _ in pool.map(run, lanes):

@@ -88,11 +88,10 @@ def _start(rows: Rows) -> str:
                 for row in rows
                 if (row["system"], row["cache"]) == (system, cache) and "first_step_ms" in row
             ]
-            for system in ("attndsl", "attndsl, quick", "flex")
+            for system in ("attndsl", "flex")
         }
-        ours, quick, theirs = (f"{min(x):.1f} to {max(x):.1f} s" if x else "" for x in own.values())
-        quickly = f" ({quick} with a quick start)" if quick and cache == "cold" else ""
-        parts.append(f"{ours}{quickly} with {cache} caches, FlexAttention {theirs}")
+        ours, theirs = (f"{min(x):.1f} to {max(x):.1f} s" if x else "" for x in own.values())
+        parts.append(f"{ours} with {cache} caches, FlexAttention {theirs}")
     return "; ".join(parts)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 import time
 
 import torch
@@ -16,7 +17,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -503,7 +504,7 @@ def quickest() -> Callable[[Callable[[], object]], float]:
 def counted(tmp_path: Any) -> Any:
     """A Triton backend of its own, whose ``kernels_built`` starts at 0 and finds no cache."""
     from attndsl.backends.entries import Entry
-    from attndsl.backends.generated.for_any_gpu import triton_backend
+    from attndsl.backends.generated.backend import generated_backend
 
     class Folder:
         """A store in a folder."""
@@ -516,7 +517,23 @@ def counted(tmp_path: Any) -> Any:
             path.write_text(source, "utf-8")
             return Entry(path, source, meta)
 
-    return triton_backend(Folder())
+    return generated_backend(("triton",), Folder())
+
+
+@pytest.fixture
+def without_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """As if Triton lacked Gluon; gives the module that cannot be imported then."""
+    from attndsl.backends.generated.families import families_of, why_not_loaded
+
+    def forget() -> None:
+        families_of.cache_clear()
+        why_not_loaded.cache_clear()
+
+    name = "attndsl.backends.hopper.family"
+    monkeypatch.setitem(sys.modules, name, None)
+    forget()
+    yield name
+    forget()
 
 
 @pytest.fixture

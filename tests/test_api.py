@@ -16,6 +16,7 @@ import torch
 
 import attndsl
 from attndsl import errors
+from attndsl.backends.generated.families import HOPPER
 from attndsl.config import read_config
 from attndsl.operands import heading
 from attndsl.runtime import dispatch
@@ -320,20 +321,23 @@ def test_calls_that_do_not_fit(name: str, call, kind: type, match: str) -> None:
         call(attention, q, k, v)
 
 
-def test_without_gluon_hopper_gpus_get_the_portable_kernels(monkeypatch) -> None:
+def test_hopper_gpus_get_all_families(monkeypatch) -> None:
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
-    assert dispatch._default(device, torch.bfloat16)[0] == "auto"
-    families = dispatch.get_backend("auto", False).families
-    assert [family.name for family in families] == ["short", "decode", "hopper", "triton"]
-    monkeypatch.setitem(sys.modules, "attndsl.backends.hopper.family", None)
-    dispatch.why_no_hopper_kernels.cache_clear()
-    try:
-        name, reason = dispatch._default(device, torch.bfloat16)
-    finally:
-        dispatch.why_no_hopper_kernels.cache_clear()
-    assert name == "triton"
-    assert "cannot be loaded" in reason
+    monkeypatch.setattr(dispatch, "_target_of", lambda device: HOPPER)
+    assert dispatch._default(device, torch.bfloat16)[1].startswith("the default for Hopper GPUs")
+    backend = dispatch.get_backend("auto", target=HOPPER)
+    assert [x.name for x in backend.families] == ["short", "decode", "hopper", "triton"]
+    assert backend.name == "auto"
+
+
+def test_without_gluon_hopper_gpus_get_the_portable_kernels(monkeypatch, without_gluon) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(dispatch, "_target_of", lambda device: HOPPER)
+    assert (
+        f"cannot be loaded: ModuleNotFoundError: import of {without_gluon}"
+        in (dispatch._default(device, torch.bfloat16)[1])
+    )
+    assert dispatch.get_backend("auto", target=HOPPER) is dispatch.get_backend("triton")
 
 
 def test_backends_by_name() -> None:

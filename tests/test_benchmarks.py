@@ -19,7 +19,7 @@ from support.fork_server import run_script
 from support.scripts import loader
 
 import attndsl
-from attndsl.backends.tiled.dots import why_tiles
+from attndsl.backends.tiled.contractions import why_tiles
 from attndsl.compiled import located_call
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"

@@ -14,7 +14,7 @@ import torch
 from attndsl import cli
 from attndsl.cli import arguments, running
 from attndsl.errors import ConfigError
-from attndsl.foundation.caches import CACHES, Reason
+from attndsl.foundation.caches import CACHES, CacheStatistics, Reason
 from attndsl.runtime.cache import KernelCache
 from attndsl.runtime.dispatch import BACKENDS
 from attndsl.runtime.programs import compiled_program
@@ -514,6 +514,22 @@ def test_hostile_entries_of_the_cache_are_listed_without_harm(attndsl, tmp_path,
     assert out.replace("\n", "").isprintable()
 
 
+def test_stats_of_the_caches_of_a_process(attndsl):
+    code, out, _ = attndsl("cache", "stats", "--memory", "--program", "mask = q - kv < 77")
+    head, *rows = out.splitlines()
+    assert (code, head.split()) == (0, [*CacheStatistics._fields])
+    place = head.index("bound")
+    found = {row[:place].rstrip(): row[place:].split() for row in rows}
+    assert int(found["compiled programs"][1]) >= 1
+    assert (found["backends"][0], found["backends"][-1]) == ("few", "backends")
+
+
+def test_stats_of_a_program_with_errors(attndsl):
+    code, out, err = attndsl("cache", "stats", "--memory", "--program", "mask = nothing")
+    assert (code, out) == (1, "")
+    assert "nothing" in err
+
+
 @pytest.mark.parametrize("place", ["file", "file/below"])
 def test_stats_say_why_nothing_is_kept(attndsl, monkeypatch, tmp_path, place):
     (tmp_path / "file").write_text("")
@@ -523,9 +539,7 @@ def test_stats_say_why_nothing_is_kept(attndsl, monkeypatch, tmp_path, place):
     assert f"enabled  no: {tmp_path / 'file'} is no folder" in out
 
 
-@pytest.mark.parametrize(
-    "name", ["ATTNDSL_CACHE", "ATTNDSL_CHECKED", "ATTNDSL_QUICK_START", "ATTNDSL_VERIFY"]
-)
+@pytest.mark.parametrize("name", ["ATTNDSL_CACHE", "ATTNDSL_CHECKED", "ATTNDSL_VERIFY"])
 def test_switches_are_on_or_off(monkeypatch, name):
     field = name.partition("_")[2].lower()
     for text, wanted in (("1", True), ("on", True), ("0", False), ("No", False)):

@@ -193,7 +193,7 @@ def test_calls_of_a_higher_layer_are_told():
 def test_a_known_backward_enters_few_rooms(capsys):
     ways.main(["hopper backward again", "--brief"])
     stays, rooms, _ = (int(part.split()[0]) for part in capsys.readouterr().out[23:].split(","))
-    assert 1 < rooms <= 8 < stays
+    assert 1 < rooms <= 9 < stays  # One of them has the caches.
 
 
 @pytest.mark.usefixtures("traced_sooner")

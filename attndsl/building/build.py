@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from attndsl.backends.generated.backend import generated_backend
+from attndsl.backends.generated.families import GENERATED, HOPPER, families_of, why_not_loaded
 from attndsl.backends.kernels.absent import AbsentGPU
-from attndsl.backends.tiled.dots import WidenedBackend, why_tiles
+from attndsl.backends.tiled.contractions import WidenedBackend, why_tiles
 from attndsl.compiled import located_call
 from attndsl.errors import AttnDSLError, BackendError, LaunchWarning
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.cache import MemoryStore
-from attndsl.runtime.dispatch import GENERATED, get_backend, why_no_hopper_kernels
+from attndsl.runtime.dispatch import get_backend
 from attndsl.runtime.programs import program_entry
 from attndsl.warming import warm_up
 
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from attndsl.warming import Warmed
 
     from .calls import Asked, Example
-
-_HOPPER = "cuda:90"
 
 
 class Compiled(NamedTuple):
@@ -187,26 +187,16 @@ def check_backend(name: str, target: str) -> None:
             f"the {name} backend compiles no kernels",
             hint=f"use auto, {', '.join(GENERATED)}",
         )
-    if name == "hopper" and target != _HOPPER:
+    if name == "hopper" and target != HOPPER:
         raise BackendError(
-            f"the hopper backend compiles for {_HOPPER}, not for {target}", hint="use auto"
+            f"the hopper backend compiles for {HOPPER}, not for {target}", hint="use auto"
         )
-    missing = why_no_hopper_kernels() if name == "hopper" else None
+    missing = None if name == "auto" else why_not_loaded(name)
     if missing is not None:
         raise BackendError(f"Hopper's kernels cannot be loaded here: {missing}")
 
 
 def _backend(name: str, target: str, store: MemoryStore) -> GeneratedBackend:
     """Backend of calls that ask for ``name`` on ``target``, as ``runtime.dispatch`` chooses."""
-    from attndsl.backends.generated.for_any_gpu import triton_backend
-    from attndsl.backends.generated.for_decode import decode_backend
-    from attndsl.backends.generated.for_short import short_backend
-
     check_backend(name, target)
-    hopper = target == _HOPPER and why_no_hopper_kernels() is None
-    if name in ("auto", "hopper") and hopper:
-        from attndsl.backends.generated.for_hopper import fastest_backend, hopper_backend
-
-        return fastest_backend(store) if name == "auto" else hopper_backend(store)
-    makers = {"short": short_backend, "decode": decode_backend}
-    return makers.get(name, triton_backend)(store)
+    return generated_backend(families_of(name, target), store)

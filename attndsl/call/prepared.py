@@ -256,7 +256,7 @@ class PreparedCalls:
         """Make room for calls of a program with these ``facts``."""
         self._facts = facts
         self._cache: BoundedCache[PreparedCall] = BoundedCache(
-            "prepared calls", _MOST_SIGNATURES, Reason.BACKENDS, Reason.KERNELS
+            "prepared calls by signature", _MOST_SIGNATURES, Reason.BACKENDS, Reason.KERNELS
         )
 
     def of(

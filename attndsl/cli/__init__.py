@@ -454,11 +454,21 @@ def cache_import(
 
 
 @cache_app.command("stats")
-def cache_stats() -> None:
+def cache_stats(
+    memory: Annotated[bool, typer.Option("--memory", help="Caches of a process instead.")] = False,
+    program: Annotated[
+        str, typer.Option(metavar="TEXT", help="With --memory: what the process has run.")
+    ] = "causal()",
+) -> None:
     """Entries and bytes by kind."""
-    from .caching import print_stats
+    if memory:
+        from .process_caches import print_memory
 
-    print_stats()
+        print_memory(program)
+    else:
+        from .caching import print_stats
+
+        print_stats()
 
 
 @cache_app.command("path")

@@ -77,7 +77,7 @@ def show_stage(
         raise UsageError(f"kernels have no dtype '{dtype}'", hint=f"use {', '.join(_DTYPES)}")
     import torch
 
-    from attndsl.runtime.dispatch import GENERATED
+    from attndsl.backends.generated.families import GENERATED
 
     if backend not in GENERATED:
         raise UsageError(

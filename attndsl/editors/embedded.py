@@ -13,7 +13,6 @@ import re
 import tomllib
 from bisect import bisect_left
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +26,7 @@ from attndsl.config.places import (
     surely_holds_programs,
 )
 from attndsl.errors import AttnDSLError, ConfigError, LimitError, flatten
+from attndsl.foundation.caches import memoised
 from attndsl.source import Source, Span
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Found(NamedTuple):
     """Of the file itself: it is no YAML, or an entry is not of the form."""
 
 
-@lru_cache(maxsize=8)
+@memoised("programs in files", 8)
 def programs_in(text: str, path: str) -> Found:
     """The programs of a file whose text is ``text``. A configuration of other software has none."""
     suffix = PurePath(path).suffix.lower()

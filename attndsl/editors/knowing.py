@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl import ir
 from attndsl.errors import AttnDSLError
+from attndsl.foundation.caches import memoised
 from attndsl.frontend import Absent, Bound
 from attndsl.frontend import surface as s
 from attndsl.frontend.hints import USUAL_INDEX
@@ -290,7 +290,7 @@ def _by_capture(name: str, draft: Draft) -> str:
     return _code("\n".join(found)) if found else ""
 
 
-@lru_cache(maxsize=64)
+@memoised("derivatives in words", 64)
 def _derivatives(value: Node) -> tuple[str, ...]:
     """The derivative of ``value`` by the score, and those by captures as lines."""
     if len(ir.toposort(value)) > _MOST_NODES:

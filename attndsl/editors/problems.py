@@ -9,10 +9,10 @@ import os
 import time
 from dataclasses import replace
 from enum import Enum
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl.errors import AttnDSLError, ProgramWarning, flatten
+from attndsl.foundation.caches import memoised
 from attndsl.frontend import Absent, Bound
 from attndsl.frontend import surface as s
 from attndsl.frontend.tolerant import statements_of
@@ -108,7 +108,7 @@ def _without_frames(error: AttnDSLError) -> AttnDSLError:
     return error
 
 
-_remembered = lru_cache(maxsize=2048)(_check)
+_remembered = memoised("problems of programs by source, declared", 2048)(_check)
 """As :func:`_check`: a change of one program in a file leaves the others as they are."""
 
 

@@ -9,14 +9,13 @@ makes one program a value.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.errors import TraceError
+from attndsl.foundation.caches import CACHES, BoundedCache, memoised
 from attndsl.scalars import number_key
 
 from .closures import Reach, reach
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
     from .tracing import Mod
 
-_FAMILIES = 256
-_TRACES = 64
+_FAMILIES = 512
+_TRACES = 4096
 _CONSTANTS = 4
 """Values of a number that are worth a program each: layers of two or three kinds, say."""
 Source = tuple[str, str, object]
@@ -67,14 +66,23 @@ class _Family:
     """Places of numbers that are params."""
     fixed: set[int] = field(default_factory=set)
     """Places of numbers that change, and cannot be params."""
-    traces: OrderedDict[object, _Stored] = field(default_factory=OrderedDict)
 
 
 class TraceCache:
-    """Traces of a process, the least recently used ones dropped."""
+    """Traces of a process, those not used for the longest time dropped."""
 
     def __init__(self) -> None:
-        self._families: OrderedDict[object, _Family] = OrderedDict()
+        self._families: BoundedCache[_Family] = BoundedCache(
+            "values of numbers by functions, dtype, device", _FAMILIES
+        )
+        self._traces: BoundedCache[_Stored] = BoundedCache(
+            "traces by functions, dtype, device, constants, lengths", _TRACES
+        )
+        self._lock = threading.RLock()
+        CACHES.at_fork(self)
+
+    def after_fork(self) -> None:
+        """Make the lock anew in a forked process: another thread may have held it."""
         self._lock = threading.RLock()
 
     def trace(
@@ -101,12 +109,7 @@ class TraceCache:
         key = (tuple(found.structure), dtype, device)
         numbers = tuple(map(number_key, found.numbers))
         with self._lock:
-            family = self._families.get(key)
-            if family is None:
-                family = self._families[key] = _Family(tuple(set() for _ in numbers))
-                if len(self._families) > _FAMILIES:
-                    self._families.popitem(last=False)
-            self._families.move_to_end(key)
+            family = self._families.get_or_make(key, lambda: _Family(tuple(set() for _ in numbers)))
             for place, (now, values) in enumerate(zip(numbers, family.values, strict=True)):
                 if len(values) <= _CONSTANTS:
                     values.add(now)
@@ -117,12 +120,11 @@ class TraceCache:
                     except TraceError:
                         family.fixed.add(place)
             constants = tuple(n for place, n in enumerate(numbers) if place not in family.varying)
-            base = (frozenset(family.varying), constants)
+            base = (key, frozenset(family.varying), constants)
             at = tuple(sorted(lengths.items()))
             for kept in ((base, None), (base, at)):
-                stored = family.traces.get(kept)
+                stored = self._traces.get(kept)
                 if stored is not None and not (stored.trace.makes and _makes_otherwise()):
-                    family.traces.move_to_end(kept)
                     return stored.bound(found)
             try:
                 made = fresh(family.varying)
@@ -132,13 +134,11 @@ class TraceCache:
                 # With these constants the function decides on a number that is a param elsewhere.
                 return fresh(set())
             if made.stable and not (made.makes and _makes_otherwise()):
-                family.traces[base, at if made.lengths_used else None] = _store(made, found)
-                if len(family.traces) > _TRACES:
-                    family.traces.popitem(last=False)
+                self._traces.put((base, at if made.lengths_used else None), _store(made, found))
             return made
 
 
-@cache
+@memoised("owners of traces", None)
 def default_traces() -> TraceCache:
     """The one of this process."""
     return TraceCache()

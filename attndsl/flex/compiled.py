@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attndsl.api import Options, compile_source
+from attndsl.foundation.caches import memoised
 from attndsl.runtime.programs import make_spec
 from attndsl.source import Source
 
@@ -21,7 +21,7 @@ _NAME = "<traced>"
 """What errors call a traced program."""
 
 
-@lru_cache(maxsize=512)
+@memoised("programs of traced functions", 512)
 def compiled(text: str, backend: str) -> Attention:
     """The compiled program of ``text``."""
     return compile_source(Source(text, _NAME), {}, Options(backend))

@@ -18,6 +18,8 @@ import types
 import numpy
 import torch
 
+from attndsl.foundation.caches import memoised
+
 from . import functions
 from .tracer import FILLS, METHODS
 
@@ -95,7 +97,7 @@ def is_of_library(function: types.FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] in _ROOTS
 
 
-@functools.lru_cache(maxsize=1024)
+@memoised("names that functions read", 1024)
 def read_by(code: types.CodeType) -> tuple[tuple[str, ...], bool]:
     """Names that ``code``, and code within it, looks up among globals; whether it is all known.
 

@@ -48,7 +48,14 @@ class CacheStatistics(NamedTuple):
     """Reasons for which it is emptied, besides a reset."""
 
 
-class Cache(Protocol):
+class HoldsLock(Protocol):
+    """Interface of an object that has a lock."""
+
+    def after_fork(self) -> None:
+        """Make locks anew in a forked process: another thread may have held one."""
+
+
+class Cache(HoldsLock, Protocol):
     """Interface of a cache to its owner."""
 
     def invalidate(self, reason: Reason) -> None:
@@ -57,15 +64,13 @@ class Cache(Protocol):
     def statistics(self) -> CacheStatistics:
         """Figures as they are now."""
 
-    def after_fork(self) -> None:
-        """Make locks anew in a forked process: another thread may have held one."""
-
 
 class Owner:
     """The owner of all caches of a process."""
 
     def __init__(self) -> None:
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._after_fork)
 
@@ -73,6 +78,11 @@ class Owner:
         """Take a cache on for as long as others hold it."""
         with self._lock:
             self._caches.add(cache)
+
+    def at_fork(self, holder: HoldsLock) -> None:
+        """Have what is no cache make its locks anew in forked processes, too."""
+        with self._lock:
+            self._holders.add(holder)
 
     def invalidate(self, reason: Reason) -> None:
         """Empty the caches that have this reason; all for :attr:`Reason.RESET`."""
@@ -98,8 +108,8 @@ class Owner:
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
-        for cache in self._all():
-            cache.after_fork()
+        for holder in (*self._all(), *self._holders):
+            holder.after_fork()
 
 
 CACHES = Owner()
@@ -189,6 +199,10 @@ class BoundedCache(Generic[Value]):
     def after_fork(self) -> None:
         """Make the lock anew in a forked process: another thread may have held it."""
         self._lock = threading.Lock()
+
+    def values(self) -> list[Value]:
+        """All values, those that are used last standing last."""
+        return [*self._older.values(), *self.recent.values()]
 
     def __len__(self) -> int:
         return len(self.recent) + len(self._older)

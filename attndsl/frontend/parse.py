@@ -5,11 +5,11 @@ Non-goals: names and types.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from attndsl.errors import AttnDSLError, LexError, LimitError, ParseError, raise_all
+from attndsl.foundation.caches import memoised
 from attndsl.source import Span
 
 from . import hints
@@ -87,7 +87,7 @@ def parse_statement(span: Span) -> s.Statement:
     return _Builder(span.source, span.start).statement(tree)
 
 
-@cache
+@memoised("parsers", None)
 def _parser() -> Any:
     import lark
 
@@ -95,7 +95,7 @@ def _parser() -> Any:
     return lark.Lark(grammar, parser="lalr", lexer="basic", maybe_placeholders=False)
 
 
-@lru_cache(maxsize=1024)
+@memoised("trees of statements", 1024)
 def _remembered(text: str) -> Any:
     """The parser's tree of a statement: a change of one line leaves a program's others as they are.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import resources
 
+from attndsl.foundation.caches import memoised
 from attndsl.source import Source, Span
 
 from . import surface as s
@@ -12,7 +12,7 @@ from .parse import parse_statement
 from .statements import comment_above, split_statements
 
 
-@cache
+@memoised("places in the prelude", None)
 def _spans() -> dict[str, Span]:
     text = resources.files("attndsl.grammar").joinpath("prelude.attn").read_text("utf-8")
     spans, errors = split_statements(Source(text, "prelude.attn"))
@@ -39,7 +39,7 @@ def prelude_comment(name: str) -> str:
     return comment_above(_spans()[name])
 
 
-@cache
+@memoised("functions of the prelude", None)
 def prelude_function(name: str) -> s.Define | None:
     """The definition of ``name``, or None."""
     span = _spans().get(name)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import enum
 import re
-from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl import ir
+from attndsl.foundation.caches import memoised
 
 from . import absent, contraction, functions
 from .prelude import prelude_names
@@ -78,7 +78,7 @@ _REGEX = re.compile(r"^([A-Z]+)(?:\.\d+)?: /(.+)/$", re.MULTILINE)
 _LITERAL = re.compile(r'"([^"\s]+)"')
 
 
-@cache
+@memoised("terminals of the grammar", None)
 def terminals() -> Terminals:
     """The terminals of ``grammar/attndsl.lark``."""
     text = resources.files("attndsl.grammar").joinpath("attndsl.lark").read_text("utf-8")
@@ -90,7 +90,7 @@ def terminals() -> Terminals:
     return Terminals(tuple(words), tuple(symbols), patterns)
 
 
-@cache
+@memoised("words that begin statements", None)
 def declarations() -> tuple[str, ...]:
     """Words that statements begin with."""
     text = resources.files("attndsl.grammar").joinpath("attndsl.lark").read_text("utf-8")
@@ -99,7 +99,7 @@ def declarations() -> tuple[str, ...]:
     return tuple(sorted({*found, *({"import"} if "IMPORT FILE" in rule else ())}))
 
 
-@cache
+@memoised("meanings of words", None)
 def kinds() -> Mapping[str, Kind]:
     """All words and names that mean something before a program binds any, and what they are.
 
@@ -119,7 +119,7 @@ def kinds() -> Mapping[str, Kind]:
     return {name: kind for names, kind in groups for name in names}
 
 
-@cache
+@memoised("patterns of words", None)
 def _pattern() -> re.Pattern[str]:
     found = terminals()
     names = {"COMMENT": Kind.COMMENT, "FILE": Kind.FILE, "NUMBER": Kind.NUMBER, "NAME": Kind.NAME}

@@ -7,11 +7,11 @@ compiled once.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from attndsl.api import compile as compile_program
 from attndsl.attention import Attention
+from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, toposort
 from attndsl.joining import join
 
@@ -75,7 +75,7 @@ def own_program(program: Attention) -> Own:
     )
 
 
-@lru_cache(maxsize=512)
+@memoised("programs of transformers' layers", 512)
 def composed(own: Own | None, mask: str) -> Attention:
     """The program of a call.
 

@@ -10,10 +10,11 @@ Non-goals: which calls these are. Nothing here is for graphs of ``torch.compile`
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from attndsl.foundation.caches import memoised
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -62,7 +63,7 @@ def streams_of(device: torch.device) -> tuple[Any, Any] | None:
     return first, _second(device, first.cuda_stream)
 
 
-@cache
+@memoised("second streams", None)
 def _second(device: torch.device, first: int) -> torch.cuda.Stream:
     """One for each stream ``first``, by its handle."""
     found: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

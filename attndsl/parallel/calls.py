@@ -51,7 +51,9 @@ class Sharded:
         self._cp = cp
         self.attention = attention
         """The compiled program."""
-        self._known: BoundedCache[_Known] = BoundedCache("context-parallel calls", _MAX_KNOWN)
+        self._known: BoundedCache[_Known] = BoundedCache(
+            "context-parallel calls by arguments, tensors", _MAX_KNOWN
+        )
 
     def __call__(
         self,

@@ -16,12 +16,12 @@ import stat
 import tempfile
 import warnings
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attndsl.backends.entries import About, Entry
 from attndsl.errors import CacheWarning, ConfigError
+from attndsl.foundation.caches import memoised
 from attndsl.logs import LOG
 from attndsl.reading import read_bytes
 from attndsl.settings import BundlePlace, read_bundles
@@ -324,7 +324,7 @@ def _stamp(folder: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-@lru_cache(maxsize=64)
+@memoised("opened bundles", 64)
 def _opened(place: BundlePlace, stamp: tuple[int, ...]) -> Bundle:
     return open_bundle(*place)
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import difflib
 import logging
-from functools import lru_cache
-from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.backends.dense.reference import ReferenceBackend
+from attndsl.backends.generated.families import GENERATED, HOPPER, families_of, why_not_loaded
+from attndsl.backends.tiled.contractions import WidenedBackend
 from attndsl.backends.tiled.cpu import CPUBackend
-from attndsl.backends.tiled.dots import WidenedBackend
 from attndsl.errors import BackendError
-from attndsl.foundation.caches import CACHES, Reason, memoised
+from attndsl.foundation.caches import Reason, memoised
 from attndsl.logs import LOG, tell_once
-from attndsl.settings import starts_quickly
 from attndsl.uncollected import uncollected
 
 from .programs import default_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from attndsl.backends.base import Backend, Call
-    from attndsl.backends.entries import Store
     from attndsl.pipeline import Lowered
 
 
@@ -47,11 +42,11 @@ def choose_backend(
 ) -> tuple[Backend, str]:
     """The backend for tensors of ``dtype`` on ``device``, and the reason in words.
 
-    ``auto`` means ``hopper`` on Hopper GPUs (``triton`` where this Triton cannot load Gluon), with
-    the kernels of ``short`` where all keys of a head fit a program. It means ``triton`` on other
-    GPUs, and ``cpu`` on CPUs. In fp64, which no kernel computes in, it means ``cpu`` everywhere. In
-    checked mode it means ``reference`` in place of ``cpu``. A backend that fails is never replaced
-    silently.
+    ``auto`` means ``cpu`` on CPUs, and on GPUs the families of kernels that are best there
+    (:mod:`attndsl.backends.generated.families`). On GPUs other than Hopper's, and where this Triton
+    cannot load Gluon, these are those of ``triton``. In fp64, which no kernel computes in, it means
+    ``cpu`` everywhere. In checked mode it means ``reference`` in place of ``cpu``. A backend that
+    fails is never replaced silently.
 
     Raises:
         BackendError: The backend does not work here; says why.
@@ -65,7 +60,7 @@ def choose_backend(
         raise BackendError(
             "checked mode runs on the reference backend", hint="use backend='reference' with it"
         )
-    backend = get_backend(name, checked)
+    backend = get_backend(name, checked, _target_of(device))
     refusal = backend.why_not(device)
     if refusal is not None:
         raise BackendError(
@@ -104,137 +99,61 @@ def _default(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
         return "cpu", "the default for cpu tensors"
     if dtype is torch.float64:
         return "cpu", "the default for fp64 on all devices, since no kernel computes in fp64"
-    if device.type == "cuda" and _is_hopper(device.index):
-        missing = why_no_hopper_kernels()
+    target = _target_of(device)
+    if target == HOPPER:
+        missing = why_not_loaded("hopper")
         if missing is not None:
-            return "triton", f"the default where Hopper's own kernels cannot be loaded: {missing}"
-        return _FASTEST, (
+            return "auto", f"the default where Hopper's own kernels cannot be loaded: {missing}"
+        return "auto", (
             "the default for Hopper GPUs: short kernels where all keys fit a program, "
             "triton kernels for what the hopper ones cannot run"
         )
-    return "triton", f"the default for {device.type} tensors"
+    return "auto", f"the default for {device.type} tensors"
 
 
-@lru_cache(maxsize=64)
-def _is_hopper(index: int | None) -> bool:
-    if torch.version.hip is not None or (index or 0) >= torch.cuda.device_count():
-        return False
-    return torch.cuda.get_device_capability(index) == (9, 0)
+@memoised("architectures of GPUs", 64)
+def _target_of(device: torch.device) -> str | None:
+    """Architecture of an NVIDIA GPU that is there, such as ``cuda:90``; None for other devices."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    if (device.index or 0) >= torch.cuda.device_count():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"cuda:{major}{minor}"
 
 
-@lru_cache(maxsize=1)
-def why_no_hopper_kernels() -> str | None:
-    """Reason why this Triton lacks Gluon as the kernels know it, an experimental part; or None."""
-    try:
-        import_module("attndsl.backends.hopper.family")
-    except (ImportError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _reference(checked: bool) -> Backend:
-    return ReferenceBackend(checked=checked)
-
-
-def _cpu(checked: bool) -> Backend:
-    return CPUBackend()
-
-
-# Triton takes long to import, and CPU users never need it.
-
-
-def _store() -> Store:
-    """Store of kernels, with everything ready that loading them needs."""
-    store = default_cache()
-    store.prepare()
-    return store
-
-
-def _triton(checked: bool) -> Backend:
-    from attndsl.backends.generated.for_any_gpu import triton_backend
-
-    return triton_backend(_store())
-
-
-def _hopper(checked: bool) -> Backend:
-    from attndsl.backends.generated.for_hopper import hopper_backend
-
-    return hopper_backend(_store())
-
-
-def _short(checked: bool) -> Backend:
-    from attndsl.backends.generated.for_short import short_backend
-
-    return short_backend(_store())
-
-
-def _decode(checked: bool) -> Backend:
-    from attndsl.backends.generated.for_decode import decode_backend
-
-    return decode_backend(_store())
-
-
-def _fastest(checked: bool) -> Backend:
-    from attndsl.backends.generated.for_hopper import fastest_backend
-
-    return fastest_backend(_store(), _other_kernels if starts_quickly() else None)
-
-
-def _other_kernels() -> None:
-    CACHES.invalidate(Reason.KERNELS)
-
-
-def _nothing_missing() -> str | None:
-    return None
-
-
-def _missing_for_hopper() -> str | None:
-    return why_no_hopper_kernels()
-
-
-class _Known(NamedTuple):
-    """A backend of this version."""
-
-    make: Callable[[bool], Backend]
-    """In checked mode or not."""
-    generated: bool = False
-    """Whether its kernels are generated text."""
-    missing: Callable[[], str | None] = _nothing_missing
-    """Why this Triton cannot load its kernels, or None."""
-
-
-_KNOWN = {
-    "reference": _Known(_reference),
-    "cpu": _Known(_cpu),
-    "triton": _Known(_triton, generated=True),
-    "hopper": _Known(_hopper, generated=True, missing=_missing_for_hopper),
-    "short": _Known(_short, generated=True),
-    "decode": _Known(_decode, generated=True),
-}
-_FASTEST = "auto"
-"""What ``auto`` runs on Hopper GPUs has no other name."""
-BACKENDS = tuple(_KNOWN)
+BACKENDS = ("reference", "cpu", *GENERATED)
 """Names of the backends of this version."""
-GENERATED = tuple(name for name, known in _KNOWN.items() if known.generated)
-"""Those whose kernels are generated text."""
 
 
-def why_not_loaded(name: str) -> str | None:
-    """Reason why this Triton cannot load the kernels of a backend, or None."""
-    return _KNOWN[name].missing()
+def get_backend(name: str, checked: bool = False, target: str | None = None) -> Backend:
+    """The one object of a backend in this process; it holds the compiled kernels.
+
+    Args:
+        name: Of :data:`BACKENDS`, or ``auto`` for the kernels that are best on a GPU.
+        checked: Whether the reference backend checks lookups.
+        target: The GPU's architecture, of which ``auto`` depends.
+    """
+    if name == "auto" or name in GENERATED:
+        return _generated(families_of(name, target))
+    return _of_torch(name, checked)
 
 
-def get_backend(name: str, checked: bool = False) -> Backend:
-    """The one object of a backend in this process; it holds the compiled kernels."""
-    return _made(name, checked)
+@memoised("backends of torch operations", None, Reason.BACKENDS)
+def _of_torch(name: str, checked: bool) -> Backend:
+    return ReferenceBackend(checked=checked) if name == "reference" else CPUBackend()
 
 
-@memoised("backends", None, Reason.BACKENDS)
-def _made(name: str, checked: bool) -> Backend:
-    # ``cache`` takes ``f(x)`` and ``f(x, False)`` for two calls.
+@memoised("backends of generated kernels", None, Reason.BACKENDS)
+def _generated(families: tuple[str, ...]) -> Backend:
     try:
         with uncollected():
-            return _fastest(checked) if name == _FASTEST else _KNOWN[name].make(checked)
+            # Triton takes long to import, and CPU users never need it.
+            from attndsl.backends.generated.backend import generated_backend
+
+            store = default_cache()
+            store.prepare()
+            return generated_backend(families, store)
     except ImportError as error:
         raise BackendError(
             f"Triton cannot be imported: {error}", hint="install triton, or use backend='reference'"

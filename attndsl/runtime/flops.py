@@ -9,7 +9,6 @@ captured tensors, scores and positions given as tensors decide counts as compute
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attndsl.call.options import CallOptions
 from attndsl.errors import UnsupportedError
+from attndsl.foundation.caches import memoised
 from attndsl.operands import Operands
 from attndsl.passes.tiles.sandwich import relaxed
 from attndsl.passes.tiles.sparsity import analyse
@@ -85,7 +85,7 @@ def live_share(given: Operands) -> tuple[int, int]:
         return _share(asked)
 
 
-@lru_cache(maxsize=1024)
+@memoised("shares of live pairs", 1024)
 def _share(asked: _Asked) -> tuple[int, int]:
     program = lowered_program(asked.spec).program
     if program.mask is None:
@@ -112,7 +112,7 @@ def _share(asked: _Asked) -> tuple[int, int]:
     return tiles.full + tiles.partial, max(1, tiles.total)
 
 
-@lru_cache(maxsize=256)
+@memoised("sparsities of relaxed masks", 256)
 def _known_sparsity(program: Program, unknown: frozenset[str]) -> Sparsity:
     """The sparsity of what is known of a mask."""
     mask = None if program.mask is None else relaxed(program.mask, unknown)

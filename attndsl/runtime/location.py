@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from attndsl.errors import (
     DTypeError,
     ShapeError,
 )
+from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, toposort
 from attndsl.scalars import as_int
 
@@ -83,7 +83,7 @@ def sizes_of_whole(given: Mapping[str, int] | None) -> dict[str, Any]:
     return found
 
 
-@lru_cache(maxsize=256)
+@memoised("uses of lengths in captures", 256)
 def has_rows(program: Program) -> bool:
     """Return True if a tensor has a dim ``q_len`` or ``kv_len``: a part may have its own share."""
     dims = [dim for decl in program.tensors for dim in decl.dims]

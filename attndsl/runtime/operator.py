@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from attndsl.backends.memory_order import (
     rows_contiguous,
 )
 from attndsl.call.options import WHOLE, CallOptions, Location
-from attndsl.foundation.caches import BoundedCache, Reason
+from attndsl.foundation.caches import BoundedCache, Reason, memoised
 from attndsl.ir import DType
 from attndsl.logs import LOG
 from attndsl.operands import (
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
 
 _FLOAT = (float, torch.SymFloat)
 _CALLS: BoundedCache[Known | KnownBackward] = BoundedCache(
-    "prepared calls of operators", 8192, Reason.BACKENDS, Reason.KERNELS
+    "prepared calls of operators by tensors, string, numbers", 8192, Reason.BACKENDS, Reason.KERNELS
 )
 
 
@@ -405,7 +404,7 @@ class _Asked(NamedTuple):
         return [torch.empty(0, device=like.device) if g is None else g for g in gradients]
 
 
-@lru_cache(maxsize=1024)
+@memoised("gradients of operators", 1024)
 def _asked(what: str, tensors: tuple[str, ...], params: tuple[str, ...]) -> _Asked:
     """Gradients that a backward is asked for.
 

@@ -9,7 +9,7 @@ Non-goals: putting parts together.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 
 from attndsl.backends.base import Call, Draws
 from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
+from attndsl.foundation.caches import memoised
 from attndsl.ir import TOKENS, Op, size, toposort
 from attndsl.passes.localise import (
     SIZE_OF,
@@ -189,7 +190,7 @@ def _narrowings(
     return tuple(found)
 
 
-_kept_lookups = lru_cache(maxsize=256)(plain_lookups)
+_kept_lookups = memoised("plain lookups of captures by program", 256)(plain_lookups)
 
 
 def _plain_lookups(program: Program) -> Mapping[tuple[str, int], str | None]:
@@ -471,7 +472,7 @@ def _draws(call: Call, part: Part, changes: Changes) -> tuple[Draws, tuple[bool,
     return draws, (by_offset[0], by_offset[1])
 
 
-@lru_cache(maxsize=256)
+@memoised("programs of parts of calls", 256)
 def _localised(program: Program, changes: Changes) -> tuple[Lowered | None, Localised]:
     found = localised_program(program, changes)
     return (None if found.program == program else lower_program(found.program)), found

@@ -6,10 +6,10 @@ there, and NaN counts as 1.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attndsl.errors import ArgumentError
+from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 from attndsl.scalars import number_key
@@ -38,7 +38,7 @@ def check_probability(root: Node, call: Call) -> None:
     _reader(root).check(call)
 
 
-@lru_cache(maxsize=256)
+@memoised("readers of dropout probabilities", 256)
 def _reader(root: Node) -> _Reader:
     return _Reader(root)
 

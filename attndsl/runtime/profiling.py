@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torch.autograd import profiler
 
 from attndsl.backends.base import name_of_call
+from attndsl.foundation.caches import memoised
 from attndsl.source import NAME_LENGTH, shorten
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def event_named(name: str, direction: str) -> AbstractContextManager[object]:
     return profiler.record_function(f"attndsl::{name}{direction}")
 
 
-@lru_cache(maxsize=1024)
+@memoised("names in profiles", 1024)
 def _names(spec: str) -> list[str]:
     return []
 

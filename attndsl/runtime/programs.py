@@ -13,7 +13,6 @@ import json
 import logging
 import time
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attndsl.backends.base import SHORT_FORM, Written
@@ -21,6 +20,7 @@ from attndsl.backends.entries import About
 from attndsl.backends.key import version_of
 from attndsl.errors import AttnDSLError, ProgramWarning, UnusedWarning
 from attndsl.fingerprint import source_fingerprint
+from attndsl.foundation.caches import memoised
 from attndsl.frontend.declare import Absent, Bound, ParamSpec, TensorSpec
 from attndsl.logs import LOG
 from attndsl.passes.print_ir import short_form
@@ -194,7 +194,7 @@ class CompiledProgram(NamedTuple):
     """Class, message, hint, and the place in the spec's text of each."""
 
 
-@lru_cache(maxsize=1024)
+@memoised("compiled programs", 1024)
 def compiled_program(spec: str) -> CompiledProgram:
     """The program of ``spec`` and its warnings.
 
@@ -262,7 +262,7 @@ def default_cache() -> BundledCache:
     return _cache_at(settings.cache_dir, settings.cache_bytes, settings.cache)
 
 
-@lru_cache(maxsize=16)
+@memoised("stores of kernels on disk", 16)
 def _cache_at(folder: Path, limit: int, enabled: bool) -> BundledCache:
     return BundledCache(KernelCache(folder, limit, enabled))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from attndsl.backends.base import Backward, Wants
 from attndsl.backends.dense.pulled import pulled
 from attndsl.backends.memory_order import arranged_like
+from attndsl.foundation.caches import memoised
 from attndsl.vectorized import refuse_vectorized
 
 from .higher import is_transformed, pull_in_chunks
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
 
-@lru_cache(maxsize=256)
+@memoised("gradients of double backwards", 256)
 def wants_of(needs: tuple[bool, ...], tensors: tuple[str, ...], params: tuple[str, ...]) -> Wants:
     """Gradients to compute; ``needs`` has q, k, v, tensors, params, then inputs without any."""
     q, k, v, *rest = needs

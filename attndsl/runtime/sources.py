@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.backends.base import UNWRITTEN, Wants
-from attndsl.backends.tiled.dots import Wide, why_tiles
+from attndsl.backends.generated.families import GENERATED, why_not_loaded
+from attndsl.backends.tiled.contractions import Wide, why_tiles
 from attndsl.errors import ArgumentError, BackendError, UnsupportedError
 
 from .arguments import check_rows, learned, some_captures
-from .dispatch import GENERATED, get_backend, why_not_loaded
+from .dispatch import get_backend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,7 +63,7 @@ def source_of(
 
     Args:
         lowered: The program.
-        backend: One of :data:`.dispatch.GENERATED`.
+        backend: One of :data:`~attndsl.backends.generated.families.GENERATED`.
         direction: ``forward``, ``backward`` or ``tangent``: along q, k, v and, in portable kernels,
             captures that require gradients; Hopper's makes the results too.
         head_dim: Head dim of q and k.

@@ -11,12 +11,12 @@ import keyword
 import linecache
 import math
 import re
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import FLOAT_UNARY, DType, Node, Op, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 
@@ -67,7 +67,7 @@ def torch_function(
     return found
 
 
-@lru_cache(maxsize=256)
+@memoised("functions from generated Python", 256)
 def _compiled(text: str) -> Any:
     # torch's compiler wants to read the lines that it follows.
     file = f"<attndsl to_flex {hash(text) & 0xFFFFFFFFFFFFFFFF:x}>"

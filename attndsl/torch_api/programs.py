@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attndsl.api import Options, compile_source
+from attndsl.foundation.caches import memoised
 from attndsl.source import Source
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def program_text(reach: str, captures: Key, dropout: bool) -> str:
     return "\n".join(lines) or "score"
 
 
-@lru_cache(maxsize=1024)
+@memoised("programs of torch's attention arguments", 1024)
 def program(reach: str, captures: Key, dropout: bool) -> Attention:
     """The compiled program; see :func:`program_text`."""
     return compile_source(Source(program_text(reach, captures, dropout)), {}, Options())

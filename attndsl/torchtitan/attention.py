@@ -6,7 +6,6 @@ Non-goals: who holds which rows (:mod:`.rows`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +16,7 @@ from attndsl.api import compile as compile_program
 from attndsl.backends.kernels.device import stream_of
 from attndsl.backends.kernels.kept_lists import KeptLists
 from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, toposort
 from attndsl.joining import join
 
@@ -35,11 +35,11 @@ _DOCUMENTS = """
 tensor document[batch, q_len]: int
 mask = document[b, q] == document[b, kv]
 """
-_KEPT = KeptLists()
+_KEPT = KeptLists("documents by sizes, starts and their versions")
 """Documents of the batches that are alive."""
 
 
-@lru_cache(maxsize=64)
+@memoised("programs of torchtitan's layers", 64)
 def composed(text: str, window: tuple[int, int]) -> Program:
     """Torchtitan's mask and a user's program: one for all layers that have both alike.
 

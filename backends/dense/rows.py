@@ -1,7 +1,7 @@
 """Lookups and products of rows of captured tensors, over all pairs at once.
 
-Non-goals: views in place of gathered copies (see :mod:`..tiled.torch_tiles`,
-:mod:`..tiled.dots`).
+Non-goals: views in place of gathered copies (see :mod:`..tiled.tile_expressions`,
+:mod:`..tiled.contractions`).
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.errors import UnsupportedError
+from attndsl.foundation.caches import CACHES, BoundedCache, Reason, memoised
 from attndsl.ir import NO_ENTRIES
 from attndsl.logs import LOG, tell_once
 
@@ -31,11 +32,12 @@ from ..triton.family import MAX_HEAD_DIM
 from ..triton.repair import repair_gradients, repair_results, rows_alone
 from ..triton.serve import bits_of_pages, kinds_of_pages, page_facts
 from .describe import describe_kernels
+from .families import make_families, name_of
 from .plan import plan_of
 from .source import source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Mapping
 
     from attndsl.pipeline import Lowered
 
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     from ..kernels.moving import Moving
     from ..requests import ChunkResults, Pages
     from ..triton.serve import PagesLayout, Serve
-    from .meanwhile import Meanwhile
 
 _MAX_LAYOUTS = 4096
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -62,27 +63,27 @@ class GeneratedBackend(Backend):
     binds = True
 
     def __init__(
-        self, name: str, families: tuple[Family, ...], store: Store, pages: Serve | None = None,
-        meanwhile: Meanwhile | None = None,
+        self, name: str, families: tuple[Family, ...], store: Store, pages: Serve | None = None
     ) -> None:  # fmt: skip
-        """A backend of ``families``; the last one runs all calls. ``pages`` reads pages.
-
-        With ``meanwhile`` the last one runs calls while kernels of others are compiled.
-        """
+        """A backend of ``families``; the last one runs all calls. ``pages`` reads pages."""
         self.name = name
         self.families = families
-        self._numbers: dict[torch.device, torch.Tensor] = {}
-        """By device: one that results of rows take their kind from."""
         self._placed = next((family for family in families if family.tells_places), None)
         self.fused = first_with(families, Task.FORWARD_TANGENT) is not None
         self._pages = pages
         self.modules = Modules(store)
-        self._meanwhile = meanwhile
-        self._plans: dict[Hashable, GradientPlan] = {}
-        self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._as_given: dict[tuple[object, ...], Layout] = {}
-        """Of backwards whose families read the output's gradient as it is given."""
-        self._steps: dict[tuple[object, ...], PagesLayout] = {}
+        self._plans: BoundedCache[GradientPlan] = BoundedCache(
+            "plans of gradients by program, operands, wanted gradients", _MAX_LAYOUTS
+        )
+        self._layouts: BoundedCache[Layout] = BoundedCache(
+            "layouts by signature", _MAX_LAYOUTS, Reason.KERNELS
+        )
+        self._as_given: BoundedCache[Layout] = BoundedCache(
+            "layouts for gradients as given by signature, alignment", _MAX_LAYOUTS, Reason.KERNELS
+        )
+        self._steps: BoundedCache[PagesLayout] = BoundedCache(
+            "layouts of pages by signature, kinds of pages", _MAX_LAYOUTS, Reason.KERNELS
+        )
 
     @property
     def kernels_built(self) -> int:
@@ -91,7 +92,10 @@ class GeneratedBackend(Backend):
 
     def why_not(self, device: torch.device) -> str | None:
         """Reason why the backend cannot run on ``device``, or None."""
-        return self.families[0].why_no_device(device)
+        # The last family runs wherever another one does.
+        asked = self.families[:-1] or self.families
+        refusals = (family.why_no_device(device) for family in asked)
+        return next((refusal for refusal in refusals if refusal is not None), None)
 
     def check(self, lowered: Lowered, call: Call) -> None:
         """Refuse by name what these kernels cannot do: the limits are the last family's."""
@@ -126,8 +130,6 @@ class GeneratedBackend(Backend):
             tasks += [(Task.REPAIR, None, None), (Task.REPAIR_GRADIENTS, grad_out, rows)]
         for task, gradient, wants in tasks:
             family = self._family(lowered, call, task, gradient, wants)
-            if not self._is_there(family, lowered, call, task, gradient, wants):
-                family = self.families[-1]
             jobs = family.jobs(lowered, call, task, gradient, wants)
             fixed = family.fixed if task is Task.BACKWARD else ()
             self.modules.start(jobs, fixed, device, False)
@@ -149,8 +151,6 @@ class GeneratedBackend(Backend):
         """See :class:`~attndsl.backends.base.Backend`."""
         if call.q.numel() == 0 or lowered.program.bounded:
             return super().bound_forward(lowered, call)
-        if self._waits(lowered, call, Task.FORWARD):
-            return super().bound_forward(lowered, call)
         layout = self._layout(lowered, call, Task.FORWARD)
         return layout.family.bound_forward(layout, lowered, call)
 
@@ -164,8 +164,6 @@ class GeneratedBackend(Backend):
         ):  # fmt: skip
             return super().bound_backward(lowered, call, backward)
         has_dlse = grad_lse is not None
-        if self._waits(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse):
-            return super().bound_backward(lowered, call, backward)
         layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
         return layout.family.bound_backward(layout, lowered, call, backward)
 
@@ -195,9 +193,7 @@ class GeneratedBackend(Backend):
             jobs = self._pages.jobs_of_pages(lowered, call, pages)
             layout = self._layout_of(self._pages, jobs, call, False)
             launch = self._pages.layout_of_pages(layout, lowered, call, pages)
-            if len(self._steps) >= _MAX_LAYOUTS:
-                self._steps.clear()
-            self._steps[key] = launch
+            self._steps.put(key, launch)
         return partial(self._pages.serve, launch, lowered)
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
@@ -244,8 +240,8 @@ class GeneratedBackend(Backend):
             for family in self.families:
                 grad_out = family.readable(grad_out, wanted)
             layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
-            if grad_out is given and not (self._meanwhile and self._meanwhile.holds(layout)):
-                self._keep(self._as_given, key, layout)
+            if grad_out is given:
+                self._as_given.put(key, layout)
             else:
                 backward = backward._replace(grad_out=grad_out)
         return layout.family.backward(layout, lowered, call, backward)
@@ -295,9 +291,7 @@ class GeneratedBackend(Backend):
         jobs = self._jobs(lowered, call, Task(kind), grad_out, wants)
         (job,) = (job for job in jobs if job.kernel.name == kernel)
         self.modules.choose(job, config, call.q.device)
-        self._layouts.clear()
-        self._as_given.clear()
-        self._steps.clear()
+        CACHES.invalidate(Reason.KERNELS)
 
     def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -327,9 +321,7 @@ class GeneratedBackend(Backend):
         plan = self._plans.get(key)
         if plan is None:
             plan = plan_of(self.families, lowered, call, wanted)
-            if len(self._plans) >= _MAX_LAYOUTS:
-                self._plans.clear()
-            self._plans[key] = plan
+            self._plans.put(key, plan)
         return plan
 
     def _family(
@@ -377,76 +369,29 @@ class GeneratedBackend(Backend):
         layout = self._layouts.get(key)
         if layout is None:
             family = self._family(lowered, call, task, grad_out, wanted)
-            asked = _Asked(lowered, call, task, grad_out, wanted, has_dlse)
-            for_now = self._layout_for_now(key, family, asked)
-            if for_now is not None:
-                return for_now
             if LOG.isEnabledFor(logging.INFO):
                 self._tell_family(lowered, call, task, grad_out, wanted)
             # Calls that one family tells apart by their places may be one to this family.
             own = (key[:3], family.name, family.places(call))
             layout = self._layouts.get(own)
             if layout is None:
-                layout = self._made(family, asked)
+                layout = self._made(family, lowered, call, task, grad_out, wanted, has_dlse)
                 if self._placed is not None and family is not self._placed:
-                    self._keep(self._layouts, own, layout)
-            self._keep(self._layouts, key, layout)
-            if self._meanwhile is not None:
-                self._meanwhile.end(key)
+                    self._layouts.put(own, layout)
+            self._layouts.put(key, layout)
         return layout
 
-    def _made(self, family: Family, asked: _Asked) -> Layout:
+    def _made(
+        self, family: Family, lowered: Lowered, call: Call, task: Task,
+        grad_out: torch.Tensor | None, wanted: Wants | None, has_dlse: bool,
+    ) -> Layout:  # fmt: skip
         """Make the layout of calls like this one, with the kernels of a family."""
-        lowered, call, task, grad_out, wanted, has_dlse = asked
         jobs = family.jobs(lowered, call, task, grad_out, wanted)
         more = {} if grad_out is None else {"do": grad_out}
         layout = self._layout_of(family, jobs, call, has_dlse)
         if grad_out is not None:
             layout = replace(layout, grad_strides=strides(grad_out)[:3])
         return family.layout(layout, jobs, call, more, wanted)
-
-    def _layout_for_now(
-        self, key: tuple[object, ...], family: Family, asked: _Asked
-    ) -> Layout | None:
-        """The last family's layout while kernels of ``family`` are not there; None if they are."""
-        lowered, call, task, grad_out, wanted, has_dlse = asked
-        if self._meanwhile is None:
-            return None
-        if self._is_there(family, lowered, call, task, grad_out, wanted):
-            return None
-        other = self.families[-1]
-        if LOG.isEnabledFor(logging.INFO):
-            tell_once(
-                f"{name_of_call(lowered, call)}: {task.direction} by {other.name} kernels until "
-                f"{family.name} kernels are compiled"
-            )
-        jobs = family.jobs(lowered, call, task, grad_out, wanted)
-        fixed = family.fixed if task is Task.BACKWARD else ()
-        return self._meanwhile.layout(
-            key,
-            lambda: self._made(other, asked),
-            lambda: self.modules.start(jobs, fixed, call.q.device, has_dlse),
-            self.modules.is_compiled,
-        )
-
-    def _is_there(
-        self, family: Family, lowered: Lowered, call: Call, task: Task,
-        grad_out: torch.Tensor | None, wanted: Wants | None,
-    ) -> bool:  # fmt: skip
-        """Return True if a call runs the family's kernels, even if it has to wait for them."""
-        if self._meanwhile is None or not self._meanwhile.is_for(family, call, task, wanted):
-            return True
-        jobs = family.jobs(lowered, call, task, grad_out, wanted)
-        return self.modules.knows(jobs, call.q.device)
-
-    def _waits(
-        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None = None,
-        wanted: Wants | None = None, has_dlse: bool = False,
-    ) -> bool:  # fmt: skip
-        """Return True if calls like this one run other kernels until the best ones are there."""
-        if self._meanwhile is None:
-            return False
-        return self._meanwhile.waits(self._key(lowered, call, task, grad_out, wanted, has_dlse))
 
     def _key(
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
@@ -466,15 +411,8 @@ class GeneratedBackend(Backend):
             jobs = jobs_of(family, task, lowered, moving.facts())
             layout = self._layout_of(family, jobs, call, False)
             layout = family.layout(layout, jobs, call, moving.operands, None)
-            self._keep(self._layouts, key, layout)
+            self._layouts.put(key, layout)
         return layout
-
-    def _keep(
-        self, layouts: dict[tuple[object, ...], Layout], key: tuple[object, ...], layout: Layout
-    ) -> None:  # fmt: skip
-        if len(layouts) >= _MAX_LAYOUTS:
-            layouts.clear()
-        layouts[key] = layout
 
     def _layout_of(
         self, family: Family, jobs: tuple[Job, ...], call: Call, has_dlse: bool
@@ -499,11 +437,6 @@ class GeneratedBackend(Backend):
         names = {*facts.tensor_gradients, *facts.param_gradients}
         masked, in_turn = lowered.program.mask is not None, facts.takes_turns
         sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
-        number = self._numbers.get(device)
-        if number is None:
-            number = self._numbers[device] = outside_of_graphs(
-                partial(torch.empty, (), dtype=torch.float32, device=device), device
-            )
         of_heads = {name: job.kernel for name, job in own.items() if job.kernel.waves}
         return Layout(
             family=family,
@@ -520,20 +453,21 @@ class GeneratedBackend(Backend):
             work_tiles={
                 name: kernel.work_tiles(configs[name], sizes) for name, kernel in of_heads.items()
             },
-            rows=number.expand(2, batch, heads, q_len),
+            rows=_number_on(device).expand(2, batch, heads, q_len),
             lines=lines_among(lowered, names) if is_backward else NO_LINES,
         )
 
 
-class _Asked(NamedTuple):
-    """A task of a call."""
+def generated_backend(names: tuple[str, ...], store: Store) -> GeneratedBackend:
+    """The backend of families by their names, which :func:`~.families.families_of` gives."""
+    families, pages = make_families(names)
+    return GeneratedBackend(name_of(names), families, store, pages)
 
-    lowered: Lowered
-    call: Call
-    task: Task
-    grad_out: torch.Tensor | None
-    wanted: Wants | None
-    has_dlse: bool
+
+@memoised("numbers that rows take their kind from", None)
+def _number_on(device: torch.device) -> torch.Tensor:
+    make = partial(torch.empty, (), dtype=torch.float32, device=device)
+    return outside_of_graphs(make, device)
 
 
 def _no_gradients(call: Call, wanted: Wants) -> Gradients:

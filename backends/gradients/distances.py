@@ -16,8 +16,8 @@ import torch
 from attndsl.passes.distance import varies_with_distance_alone
 
 from ..tiled.capture_gradients import CaptureSums
-from ..tiled.plan import Step
-from ..tiled.torch_tiles import Expressions
+from ..tiled.step_plan import QueryStep
+from ..tiled.tile_expressions import Expressions
 from .terms import terms_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def add_distance_gradients(
         q_offset=0, kv_offset=0, q_index=distances + call.q_offset - call.kv_offset,
     )  # fmt: skip
     totals = CaptureSums(call, apart)
-    step = Step((0, batch), (0, heads), (0, len(distances)), ())
+    step = QueryStep((0, batch), (0, heads), (0, len(distances)), ())
     tile = Expressions(as_queries).tile(step, (0, 1), sums.new_empty((batch, heads, 1, 1)))
     totals.add(totals.of_score(lowered.derivative), sums[..., None], tile)
     return found._replace(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..tiled.capture_gradients import CaptureSums
-from ..tiled.plan import Step
-from ..tiled.torch_tiles import Expressions
+from ..tiled.step_plan import QueryStep
+from ..tiled.tile_expressions import Expressions
 from .terms import ONE, lines_of
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ def line_gradients(
     batch, heads, q_len, _ = call.q.shape
     nothing = call.q.new_empty((batch, heads, 1, 1))
     if row_sums is not None and lines.rows:
-        tile = expressions.tile(Step((0, batch), (0, heads), (0, q_len), ()), (0, 1), nothing)
+        tile = expressions.tile(QueryStep((0, batch), (0, heads), (0, q_len), ()), (0, 1), nothing)
         for term, found in zip(lines.rows, row_sums.double(), strict=True):
             sums.add(((term.leaf, ONE),), found[..., None], tile)
     if column_sums is not None and lines.columns:
-        step = Step((0, batch), (0, heads), (0, 1), ())
+        step = QueryStep((0, batch), (0, heads), (0, 1), ())
         tile = expressions.tile(step, (0, call.k.shape[2]), nothing)
         for term, found in zip(lines.columns, column_sums.double(), strict=True):
             sums.add(((term.leaf, ONE),), found[:, :, None, :], tile)

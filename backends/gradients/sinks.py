@@ -22,8 +22,8 @@ from attndsl.ir import leaf_names
 from ..base import Gradients
 from ..log_sum import log_sum
 from ..tiled.capture_gradients import CaptureSums
-from ..tiled.plan import Step
-from ..tiled.torch_tiles import Expressions
+from ..tiled.step_plan import QueryStep
+from ..tiled.tile_expressions import Expressions
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -71,7 +71,7 @@ def add_sink_gradients(
     sums = CaptureSums(call, asked)
     if lse.numel():
         _, batch, heads, q_len = lse.shape
-        head = Step((0, batch), (0, heads), (0, 1), ())
+        head = QueryStep((0, batch), (0, heads), (0, 1), ())
         nothing = delta[:, :, :1, None]
         tile = Expressions(call).tile(head, (0, min(1, call.k.shape[2])), nothing)
         (logit,) = tile.evaluate(sink)

@@ -49,7 +49,6 @@ class Hopper:
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = FIXED
     tells_places = True
-    compiles_long = True
     checks_results = True
     marks_entries = False
 

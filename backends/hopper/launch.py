@@ -8,12 +8,13 @@ pass to it.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attndsl.errors import LaunchWarning
+from attndsl.foundation.caches import BoundedCache, Reason
 
 from .blocks import ADDRESS_BYTES
 from .shim import direct_launch, tensor_map_encoders, why_wrapped
@@ -134,7 +135,6 @@ def view(
     return View({name: value for name, value in vars(found).items() if name != "base"}, encode)
 
 
-@dataclass(frozen=True, slots=True)
 class TensorMaps:
     """Arguments that kernels get in place of descriptors, by view and address.
 
@@ -142,8 +142,14 @@ class TensorMaps:
     of these but the address; whether the memory was freed and used again meanwhile is no matter.
     """
 
-    _found: dict[tuple[View, int], tuple[object, ...]] = field(default_factory=dict)
-    _together: dict[tuple[object, ...], tuple[object, ...]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        # Views go with the layouts of kernels that others replace.
+        self._found: BoundedCache[tuple[object, ...]] = BoundedCache(
+            "tensor maps by view, address", _MAX_MAPS, Reason.KERNELS
+        )
+        self._together: BoundedCache[tuple[object, ...]] = BoundedCache(
+            "tensor maps of launches by views, addresses", _MAX_MAPS, Reason.KERNELS
+        )
 
     def of(self, view: View, tensor: torch.Tensor) -> Sequence[object]:
         """The arguments by which a kernel sees ``tensor``."""
@@ -153,9 +159,7 @@ class TensorMaps:
             if view.encode is None:
                 return (view.descriptor(tensor),)
             found = tuple(view.encode(view.descriptor(tensor)))
-            if len(self._found) >= _MAX_MAPS:
-                self._found.clear()
-            self._found[key] = found
+            self._found.put(key, found)
         return found
 
     def together(self, views: Views, *tensors: torch.Tensor) -> tuple[object, ...]:
@@ -169,9 +173,7 @@ class TensorMaps:
             parts = map(self.of, views.each, views.seen(tensors))
             found = tuple(argument for part in parts for argument in part)
             if all(each.encode is not None for each in views.each):
-                if len(self._together) >= _MAX_MAPS:
-                    self._together.clear()
-                self._together[key] = found
+                self._together.put(key, found)
         return found
 
     def __len__(self) -> int:

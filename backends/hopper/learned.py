@@ -23,8 +23,8 @@ from attndsl.passes.place import AWAY
 
 from ..log_sum import log_sum
 from ..tiled.capture_gradients import CaptureSums
-from ..tiled.plan import Step
-from ..tiled.torch_tiles import Expressions
+from ..tiled.step_plan import QueryStep
+from ..tiled.tile_expressions import Expressions
 from .blocks import block_width
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def gradients_of_parts(
     sums, expressions, placed = CaptureSums(call, wants), Expressions(call), lowered.placed
     _, batch, heads, q_len = lse.shape
     nothing = delta[:, :, :1, None]
-    head = Step((0, batch), (0, heads), (0, 1), ())
+    head = QueryStep((0, batch), (0, heads), (0, 1), ())
     if factors is not None:
         assert placed.inner is not None
         tile = expressions.tile(head, (0, 1), nothing)
@@ -156,7 +156,7 @@ def gradients_of_parts(
         sums.add(sums.of(placed.column), columns[:, :, None, :], tile)
     sink = lowered.program.sink
     if learned.row and (dlse is not None or sink is not None):
-        tile = expressions.tile(Step((0, batch), (0, heads), (0, q_len), ()), (0, 1), nothing)
+        tile = expressions.tile(QueryStep((0, batch), (0, heads), (0, q_len), ()), (0, 1), nothing)
         rows = torch.zeros_like(lse[0]) if dlse is None else dlse.to(lse.dtype)
         if sink is not None:
             (logit,) = tile.evaluate(sink)

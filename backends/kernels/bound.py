@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+
+from attndsl.foundation.caches import memoised
 
 from ..base import bound_call
 from .arguments import capture_arguments
@@ -32,7 +34,7 @@ Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tens
 Torch's own functions take tuples, and no subclass of these such as ``torch.Size``."""
 
 
-@cache
+@memoised("allocators of devices", None)
 def allocator(kind: str) -> Allocator:
     """The allocator of a kind of device, such as ``cuda``.
 

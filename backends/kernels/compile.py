@@ -9,7 +9,6 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from triton.runtime.cache import triton_key
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from attndsl.errors import BackendError, ConfigError
+from attndsl.foundation.caches import memoised
 from attndsl.logs import LOG
 
 from ..emit.parsing import parsing
@@ -150,7 +150,7 @@ def compile_kernel(
     return kernel
 
 
-@cache
+@memoised("threads that read Triton's files", None)
 def hash_triton() -> threading.Thread:
     """A thread that looks at all of Triton's files, which Triton does before it first compiles.
 

@@ -8,6 +8,8 @@ from threading import Lock
 
 import torch
 
+from attndsl.foundation.caches import CACHES
+
 from .device import outside_of_graphs
 
 _LEAST = 1024
@@ -16,14 +18,15 @@ _OF_GRAPHS = 1 << 20
 """Numbers for CUDA graphs: about a hundred graphs of 32 layers with 256 numbers each."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Counts:
     """Numbers (int32) for launches, by device and stream: 0 between launches.
 
     Launches on one stream come one after the other, so that they may share theirs. Those of a CUDA
     graph run on whatever stream it is replayed on, beside others, and each gets its own: some that
     were cleared before any graph, since clearing them within it would be a kernel of each launch.
-    Where these are used up, or nothing has run before a graph, a graph clears its own.
+    Where these are used up, or nothing has run before a graph, a graph clears its own. None may go
+    while a launch or a graph may count in it: this is no cache.
     """
 
     of_graphs: int = _OF_GRAPHS
@@ -32,6 +35,13 @@ class Counts:
     _of_graphs: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     """By device: those that no launch has yet."""
     _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        CACHES.at_fork(self)
+
+    def after_fork(self) -> None:
+        """Make the lock anew in a forked process: another thread may have held it."""
+        self._lock = Lock()
 
     def of(self, device: torch.device, stream: int, number: int = 1) -> torch.Tensor:
         """At least ``number`` zeros for a launch on ``stream``, the current one of ``device``."""

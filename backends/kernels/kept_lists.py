@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.foundation.caches import CACHES, CacheStatistics, Reason
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
@@ -41,16 +43,22 @@ class _Kept:
     """They empty ``lists``."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class KeptLists:
-    """Lists of tiles by what they follow from."""
+    """Lists by what they follow from: a cache whose entries go when tensors do."""
 
+    name: str
+    """As of a :class:`~attndsl.foundation.caches.BoundedCache`."""
     made: int = 0
     """How many times lists were made so far."""
     _found: OrderedDict[Hashable, _Kept] = field(default_factory=OrderedDict)
     """The most recently used ones stand last."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _seen_capture: bool = False
+    _evictions: int = 0
+
+    def __post_init__(self) -> None:
+        CACHES.register(self)
 
     def of(
         self,
@@ -134,6 +142,23 @@ class KeptLists:
             self._found[key] = kept
             while len(self._found) > _MOST_LISTS or self._size() > _MOST_BYTES:
                 self._found.popitem(last=False)
+                self._evictions += 1
+
+    def invalidate(self, reason: Reason) -> None:
+        """Drop all lists for a reset: nothing else makes them wrong but what is watched."""
+        if reason is Reason.RESET:
+            with self._lock:
+                self._found.clear()
+
+    def statistics(self) -> CacheStatistics:
+        """Figures as they are now."""
+        return CacheStatistics(
+            self.name, _MOST_LISTS, len(self), self.made, self._evictions, frozenset()
+        )
+
+    def after_fork(self) -> None:
+        """Make the lock anew in a forked process: another thread may have held it."""
+        self._lock = threading.Lock()
 
     def _size(self) -> int:
         return sum(kept.size for kept in self._found.values())

@@ -247,8 +247,6 @@ class Family(Protocol):
     """Kernels beside those of ``Task.BACKWARD``."""
     tells_places: bool
     """Whether :meth:`places` says anything. At most one family of a backend does."""
-    compiles_long: bool
-    """Whether its kernels take several times as long to compile as the portable ones."""
     checks_results: bool
     """True if kernels say which of their results are not finite. Forwards of programs whose keys
     are bounded store NaN as the rest of such a row's log-sum-exp, and backwards make

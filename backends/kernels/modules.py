@@ -11,6 +11,7 @@ import triton
 
 from attndsl.errors import BackendError
 from attndsl.fingerprint import source_fingerprint
+from attndsl.foundation.caches import CACHES
 from attndsl.ir import leaf_names
 from attndsl.logs import LOG
 from attndsl.passes.print_ir import short_form
@@ -96,7 +97,11 @@ class Prepared:
 
 
 class Modules:
-    """Generates, compiles and keeps kernels, in memory and in ``store``."""
+    """Generates, compiles and keeps kernels, in memory and in ``store``.
+
+    None goes while this object lives: captured CUDA graphs launch their code, which is unloaded
+    with an executable. So this is no cache.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -106,10 +111,15 @@ class Modules:
         self._compilations = Compilations()
         self._begun: dict[_Place, _Module] = {}
         """Modules whose kernels are being compiled, and that nobody has asked for."""
-        self.kept_lists = KeptLists()
+        self.kept_lists = KeptLists("lists of tiles by mask, sizes, tensors and their versions")
         """Of the masks whose tiles have no closed form."""
         self.built = 0
         """Kernels compiled (or taken into the interpreter) by this object so far."""
+        CACHES.at_fork(self)
+
+    def after_fork(self) -> None:
+        """Make the lock anew in a forked process: another thread may have held it."""
+        self._lock = threading.RLock()
 
     def start(
         self, jobs: Sequence[Job], fixed: Sequence[FixedKernel], device: torch.device,
@@ -142,20 +152,6 @@ class Modules:
                     self._compile(key, function, machine)
                     places.append(_place_of(key, function))
         return places
-
-    def knows(self, jobs: Sequence[Job], device: torch.device) -> bool:
-        """Return True if the kernels of ``jobs`` were made before, here or by another process."""
-        with self._lock:
-            machine = current_machine(device)
-            for job in (given.on(machine) for given in jobs):
-                key = _key(job, job.kernel.family, job.kernel.name, machine)
-                if not (self._modules.get(key) or self._stored(key)):
-                    return False
-            return True
-
-    def is_compiled(self, places: Sequence[_Place]) -> bool:
-        """Return True if all kernels that :meth:`start` has begun are compiled, or have failed."""
-        return self._compilations.are_done(places)
 
     def prepare(
         self, jobs: Sequence[Job], fixed: Sequence[FixedKernel], device: torch.device,

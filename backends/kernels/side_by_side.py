@@ -2,6 +2,7 @@
 
 Threads are enough. Triton gives up Python's lock while it lowers a kernel, and ptxas is a process
 of its own: a kernel holds the lock for a twentieth of its compilation. See M30 in docs/measured.md.
+Hopper's kernels take longer than the portable ones: see M60.
 
 Non-goals: a limit of time; kernels of a process that ends before they are compiled.
 """
@@ -98,11 +99,6 @@ class Compilations:
     def has(self, place: Hashable) -> bool:
         """Return True if a compilation for this place was begun and not taken."""
         return place in self._begun
-
-    def are_done(self, places: Iterable[Hashable]) -> bool:
-        """Return True if there are results for these places, as far as somebody has begun them."""
-        begun = (self._begun.get(place) for place in places)
-        return all(future is None or future.done() for future in begun)
 
     def wait(self, places: Iterable[Hashable]) -> None:
         """Wait for the results of these places, as far as somebody has begun them.

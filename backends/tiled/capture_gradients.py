@@ -14,14 +14,14 @@ from attndsl.passes.differentiate import vjp
 
 from ..dense.interpret import gated, sides_of
 from ..dense.rows import add_elements, add_rows, gradients_of_rows, rows_at
-from .torch_tiles import work_dtype
+from .tile_expressions import work_dtype
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.passes.differentiate import Derivative
 
     from ..base import Call, Wants
-    from .torch_tiles import Tile
+    from .tile_expressions import Tile
 
     # Leaves (LOAD, PARAM) of an expression, and its derivatives by them.
     Terms = tuple[tuple[Node, Node], ...]
@@ -88,7 +88,7 @@ class CaptureSums:
         if not load.args:
             total += part.sum()
             return
-        view = tile.view(load, total)
+        view = tile.view(load.args, total)
         if view is not None:
             view += part.sum_to_size(view.shape)
             return

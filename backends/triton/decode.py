@@ -52,7 +52,6 @@ class Decode(Portable):
     name = NAME
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = ()
-    compiles_long = False
     checks_results = False
     marks_entries = True
 

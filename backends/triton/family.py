@@ -59,7 +59,6 @@ class Portable:
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = FIXED
     tells_places = False
-    compiles_long = False
     checks_results = False
     marks_entries = False
 

@@ -15,12 +15,12 @@ import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.interpret import RULES
 from attndsl.backends.dense.reference import ReferenceBackend
-from attndsl.backends.tiled import backward, cpu, plain, plan
-from attndsl.backends.tiled import spans as spans_module
+from attndsl.backends.tiled import backward_steps, cpu, span_scores, step_plan
 from attndsl.backends.tiled.cpu import CPUBackend
+from attndsl.backends.tiled.sdpa_causal import Triangles
+from attndsl.backends.tiled.sdpa_spans import Biases, SpanAttention
+from attndsl.backends.tiled.tile_expressions import Tile
 from attndsl.backends.tiled.tile_kinds import tile_kinds
-from attndsl.backends.tiled.torch_tiles import Tile
-from attndsl.backends.tiled.triangles import Triangles
 from attndsl.call.options import CallOptions, Location
 from attndsl.errors import UnsupportedError
 from attndsl.ir import SCORE, Op, Program, const, node
@@ -61,10 +61,10 @@ def small_tiles(monkeypatch):
     """Many tiles, spans and steps at lengths that the reference does in no time."""
     for name, value in {
         "BLOCK_M": 8, "BLOCK_N": 4, "SPAN": 12, "_SPARE": 0, "_FEW_PAIRS": 0, "_APART": 2,
-        "CPU": plan.Limits(12, 256), "PLAIN": plan.Limits(12, 512, True),
+        "CPU": step_plan.Limits(12, 256), "PLAIN": step_plan.Limits(12, 512, True),
     }.items():  # fmt: skip
-        monkeypatch.setattr(plan, name, value)
-    monkeypatch.setattr(BACKEND, "_plans", plan.Plans())
+        monkeypatch.setattr(step_plan, name, value)
+    monkeypatch.setattr(BACKEND, "_plans", step_plan.Plans())
 
 
 def compare(check, text, inputs, **declared):
@@ -134,7 +134,7 @@ def test_dtypes(check, name, dtype):
 @pytest.mark.parametrize("spare", [0, 8, 10**9])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_documents_that_differ_by_batch_and_head(check, small_tiles, monkeypatch, spare, kv_heads):
-    monkeypatch.setattr(plan, "_SPARE", spare)
+    monkeypatch.setattr(step_plan, "_SPARE", spare)
     text = "mask = causal() and doc[b, h, q] == doc[b, h, kv]; score = score * g[h] + b"
     captures = {"doc": documents(3, 6, 37), "g": leaf(6, dtype=torch.float32)}
     captures["doc"][1] = captures["doc"][1, :1]
@@ -346,15 +346,15 @@ def test_tile_kinds_decide_what_is_visited(check, small_tiles, monkeypatch, kind
         tiles = (-(-call.q.shape[2] // block_m), -(-call.k.shape[2] // block_n))
         return torch.full((1, 1, *tiles), kinds, dtype=torch.int8)
 
-    monkeypatch.setattr(plan, "tile_kinds", constant)
-    monkeypatch.setattr(BACKEND, "_plans", plan.Plans())
+    monkeypatch.setattr(step_plan, "tile_kinds", constant)
+    monkeypatch.setattr(BACKEND, "_plans", step_plan.Plans())
     for name, value in check.run(program, inputs.to(torch.float64)).items():
         torch.testing.assert_close(value, expected[name] * kinds, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("spare", [0, 5, 10**9])
 def test_boxes_cover_every_head_once(monkeypatch, spare):
-    monkeypatch.setattr(plan, "_SPARE", spare)
+    monkeypatch.setattr(step_plan, "_SPARE", spare)
     draw = random.Random(5)
     for _ in range(200):
         batch, group, kv_heads = (draw.choice(some) for some in ([1, 2, 5], [1, 2, 3], [1, 2, 4]))
@@ -364,7 +364,7 @@ def test_boxes_cover_every_head_once(monkeypatch, spare):
         ]
         rows = [draw.choice([entry, entry[::-1]]) for _ in range(draw.choice([1, batch]))]
         seen = {}
-        for box, row in plan._boxes(rows, batch, heads, group):
+        for box, row in step_plan._boxes(rows, batch, heads, group):
             (b0, b1), (h0, h1) = box.batches, box.heads
             assert b1 - b0 == 1 or (h0, h1) == (0, heads)
             whole = h0 % group == 0 and h1 % group == 0
@@ -443,8 +443,8 @@ def test_plans_are_remembered_by_all_that_they_depend_on(monkeypatch):
         made.append(call)
         return tile_kinds(lowered, call, block_m, block_n)
 
-    monkeypatch.setattr(plan, "tile_kinds", counted)
-    monkeypatch.setattr(plan, "_FEW_PAIRS", 0)
+    monkeypatch.setattr(step_plan, "tile_kinds", counted)
+    monkeypatch.setattr(step_plan, "_FEW_PAIRS", 0)
     backend = CPUBackend()
     q, k, v = (leaf(1, 2, 20, 4) for _ in range(3))
     window = Bound("param w: int\nmask = 0 <= q - kv and q - kv < w", backend)
@@ -470,13 +470,13 @@ def test_a_growing_cache_is_not_analysed(monkeypatch):
     def refuse(*_):
         raise AssertionError("kinds of tiles")
 
-    monkeypatch.setattr(plan, "tile_kinds", refuse)
+    monkeypatch.setattr(step_plan, "tile_kinds", refuse)
     attention, reference = (
         attndsl.compile("causal() and q - kv < 100", backend=name) for name in ("cpu", "reference")
     )
     k, v = torch.randn(2, 1, 2, 300, 16)
     q = torch.randn(1, 2, 1, 16)
-    monkeypatch.setattr(BACKEND, "_plans", plan.Plans())
+    monkeypatch.setattr(BACKEND, "_plans", step_plan.Plans())
     for length in (1, 2, 63, 64, 65, 250, 300):
         # A cache with room for more: keys of a head lie apart from those of the next.
         found, wanted = (
@@ -494,7 +494,7 @@ def test_few_rows_have_long_spans(rows, heads, widths):
     lowered = attndsl.compile("score").lowered
     q, kv = torch.empty(1, heads, rows, 8), torch.empty(1, heads, 4096, 8)
     call = Call(q, kv, kv, 1.0, {})
-    steps = plan.make_plan(lowered, call, plan.CPU)
+    steps = step_plan.make_plan(lowered, call, step_plan.CPU)
     assert {span.width for step in steps for span in step.spans} == set(widths)
     assert len(steps[0].spans) >= len(widths)
     pairs = (
@@ -502,7 +502,7 @@ def test_few_rows_have_long_spans(rows, heads, widths):
         for step in steps
         for span in step.spans
     )
-    assert max(pairs) <= plan.CPU.pairs
+    assert max(pairs) <= step_plan.CPU.pairs
 
 
 @pytest.mark.parametrize(
@@ -513,8 +513,8 @@ def test_few_rows_have_long_spans(rows, heads, widths):
 def test_forwards_of_few_rows_make_scores_of_long_spans(monkeypatch, text, spans):
     """At once; torch's own attention makes those of plain scores."""
     made = []
-    real = spans_module.Scorer.span
-    monkeypatch.setattr(spans_module.Scorer, "span", lambda *x: made.append(x[3].width) or real(*x))
+    real = span_scores.Scorer.span
+    monkeypatch.setattr(span_scores.Scorer, "span", lambda *x: made.append(x[2].width) or real(*x))
     q, kv = torch.randn(1, 8, 1, 16), torch.randn(1, 2, 16384, 16)
     attndsl.compile(text)(q, kv, kv, q_offset=16383)
     assert made == [16384] * spans
@@ -526,7 +526,7 @@ def test_a_span_has_a_short_bias_or_none(length):
     program, q = Bound("causal() and kv != 5"), torch.empty(1, 1, length, 8)
     found = [
         [(span.columns, span.partial) for span in step.spans]
-        for step in plan.make_plan(program.lowered, program.call(q, q, q), plan.PLAIN)
+        for step in step_plan.make_plan(program.lowered, program.call(q, q, q), step_plan.PLAIN)
     ]
     # Rows that are no whole tile have longer ones, of as many pairs.
     whole = found[: length // 128]
@@ -585,8 +585,8 @@ def test_plain_scores_are_torchs_own_attention(monkeypatch, small_tiles, name, h
     ]
     monkeypatch.setattr(Triangles, "of", lambda *_: None)  # Steps, for causal calls too.
     calls = []
-    real = plain.PlainRows.gradients
-    monkeypatch.setattr(plain.PlainRows, "gradients", lambda *x: calls.append(x) or real(*x))
+    real = SpanAttention.backward
+    monkeypatch.setattr(SpanAttention, "backward", lambda *x: calls.append(x) or real(*x))
 
     def run(loss):
         out, lse = Bound(MASKS[name])(*operands, return_lse=True, scale=-0.4)
@@ -636,8 +636,8 @@ def test_dead_keys_that_are_no_numbers_change_nothing(monkeypatch, value):
 def test_spans_that_end_alike_share_a_bias(monkeypatch):
     """Those of a causal mask are longer from step to step; each takes the end of a longer one."""
     made = []
-    real = plain.Biases._made
-    monkeypatch.setattr(plain.Biases, "_made", lambda *x: made.append(x) or real(*x))
+    real = Biases._made
+    monkeypatch.setattr(Biases, "_made", lambda *x: made.append(x) or real(*x))
     monkeypatch.setattr(Triangles, "of", lambda *_: None)
     q, k, v = (torch.randn(1, 2, 2000, 8) for _ in range(3))
     out = Bound("causal()")(q, k, v)
@@ -648,11 +648,33 @@ def test_spans_that_end_alike_share_a_bias(monkeypatch):
     assert len(made) == 3
 
 
+@pytest.mark.parametrize(
+    ("text", "rows", "width", "forward", "backward"),
+    [
+        ("causal()", 1, 8, "SingleCall Triangle Steps", "Triangle Steps"),
+        ("causal()", 200, 8, "Triangle Steps", "Triangle Steps"),
+        ("causal() and q - kv < 40", 200, 8, "Steps", "Steps"),
+        ("causal()", 200, 5, "Steps", "Steps"),
+        ("mask = causal(); score = softcap(score, 2.0)", 1, 8, "Steps", "Steps"),
+    ],
+)
+def test_choices(text, rows, width, forward, backward):
+    """Torch's own attention first; steps make what it does not, and what it may have spoiled."""
+    program, q, v = Bound(text), torch.randn(1, 2, rows, 8), torch.randn(1, 2, rows, width)
+    call = program.call(q, q, v)
+    out, lse = BACKEND.forward(program.lowered, call)
+    given = Backward(out, lse, torch.ones_like(out), None, Wants(True, True, True))
+    for wanted, more in ((forward, ()), (backward, (given,))):
+        found = list(BACKEND.choose(program.lowered, call, *more))
+        assert [type(strategy).__name__ for strategy in found] == wanted.split()
+        assert found[-1].plain == ("softcap" not in text and width == 8)
+
+
 @pytest.mark.parametrize("first", [0, 64, 1000])
 def test_parts_of_a_span_are_its_keys(first):
     columns = (first, first + 2500)
     partial = ((first, first + 64), (first + 960, first + 1088), (first + 2432, first + 2500))
-    parts = list(plan.Span(columns, partial).parts())
+    parts = list(step_plan.KeySpan(columns, partial).parts())
     assert [part.width for part in parts] == [1024, 1024, 452]
     keys = [key for part in parts for key in range(*part.columns)]
     assert keys == list(range(*columns))
@@ -692,9 +714,9 @@ def test_weights_of_no_account_are_zero(dtype):
     powers = powers.to(dtype)
     wanted = powers.exp()
     wanted[3:6] = 0.0
-    found = spans_module.exp_(program, powers.clone())
+    found = span_scores.exp_(program, powers.clone())
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0, equal_nan=True)
-    of_plain = spans_module.exp_(attndsl.compile("causal()").lowered.program, powers.clone())
+    of_plain = span_scores.exp_(attndsl.compile("causal()").lowered.program, powers.clone())
     assert torch.equal(of_plain[:6], powers.exp()[:6])
 
 
@@ -702,7 +724,7 @@ def test_weights_of_no_account_are_zero(dtype):
 def test_no_weight_of_a_steep_score_is_subnormal(monkeypatch, slope):
     """Forwards and gradients stay those of the reference."""
     seen = []
-    real_bmm, real_exp = torch.bmm, backward.exp_
+    real_bmm, real_exp = torch.bmm, backward_steps.exp_
 
     def seen_bmm(left, *more, **options):
         seen.append(left.clone())
@@ -713,7 +735,7 @@ def test_no_weight_of_a_steep_score_is_subnormal(monkeypatch, slope):
         return powers
 
     monkeypatch.setattr(torch, "bmm", seen_bmm)
-    monkeypatch.setattr(backward, "exp_", seen_exp)
+    monkeypatch.setattr(backward_steps, "exp_", seen_exp)
     text = f"mask = causal(); score = score - {slope} * (q - kv)"
     q, k, v = (torch.randn(1, 2, 300, 8, requires_grad=True) for _ in range(3))
     results = []

@@ -10,7 +10,7 @@ import torch
 import attndsl
 from attndsl import errors
 from attndsl.backends.base import Backward, Wants
-from attndsl.backends.tiled.dots import Wide, why_tiles
+from attndsl.backends.tiled.contractions import Wide, why_tiles
 from attndsl.passes.widen import with_heads_apart
 from attndsl.pipeline import lower
 from attndsl.runtime.bind import bind

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attndsl
 from attndsl import errors
-from attndsl.backends.tiled import plan
+from attndsl.backends.tiled import step_plan
 from attndsl.flex import flex_attention
 from attndsl.ir import DType, ParamDecl, Program, const, param
 from attndsl.operands import Operands
@@ -72,8 +72,8 @@ def test_zeros_on_which_dims_depend() -> None:
 
 def test_a_nan_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    real = plan.make_plan
-    monkeypatch.setattr(plan, "make_plan", lambda *given: made.append(1) or real(*given))
+    real = step_plan.make_plan
+    monkeypatch.setattr(step_plan, "make_plan", lambda *given: made.append(1) or real(*given))
     attention = attndsl.compile("param p: float\nmask = float(q - kv) < p", backend="cpu")
     q, k, v = _drawn()
     for _ in range(4):

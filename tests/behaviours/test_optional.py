@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import textwrap
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.fork_server import run_python
+from support.fork_server import compiling, run_python
 
 import attndsl
 from attndsl.errors import ArgumentError, AttnDSLError, ConfigError, TypeMismatchError
@@ -99,7 +98,7 @@ PTX = textwrap.dedent(
     import torch
     import attndsl
     from attndsl.backends.emit.facts import facts_of
-    from attndsl.backends.generated.cross import cross_compile
+    from support.cross import cross_compile
     from attndsl.backends.kernels.config import Config
     from attndsl.backends.kernels.example import example_call
 
@@ -120,9 +119,8 @@ PTX = textwrap.dedent(
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [("pad", "logit"), SETS[0], SETS[-1]], ids="-".join)
 def test_combinations_are_the_same_ptx(names: tuple[str, ...]) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     asked = json.dumps([ONE_TEXT, written_out(names), names])
-    done = run_python(PTX, asked, env=environment)
+    done = run_python(PTX, asked, env=compiling())
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "2 True\n"
 

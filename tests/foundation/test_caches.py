@@ -7,6 +7,9 @@ import threading
 
 import pytest
 
+from attndsl.backends.kernels.counts import Counts
+from attndsl.backends.kernels.modules import Modules
+from attndsl.flex.cache import TraceCache
 from attndsl.foundation.caches import CACHES, BoundedCache, Reason, memoised
 
 
@@ -38,6 +41,14 @@ def test_one_key_has_one_entry():
     for value in range(10):
         cache.put("a", value)
     assert (len(cache), cache.get("a")) == (1, 9)
+
+
+def test_all_values_are_there():
+    cache = BoundedCache("test all values", 4)
+    for number in range(10):
+        cache.put(number, number)
+        assert cache.values()[-1] == number
+    assert len(cache.values()) == len(cache)
 
 
 def test_what_is_there_is_not_made():
@@ -115,4 +126,27 @@ def test_forks_have_locks_of_their_own():
         process = multiprocessing.get_context("fork").Process(target=cache.put, args=("a", 1))
         process.start()
     process.join(20)
+    assert process.exitcode == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.parametrize("make", [Counts, TraceCache, lambda: Modules(None)])
+def test_what_is_no_cache_has_locks_of_its_own_in_forks(make):
+    holder = make()
+    held, go = threading.Event(), threading.Event()
+
+    def hold():
+        with holder._lock:
+            held.set()
+            go.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    # Looked up by the child: the lock is another one there.
+    process = multiprocessing.get_context("fork").Process(target=lambda: holder._lock.acquire())
+    process.start()
+    process.join(20)
+    go.set()
+    thread.join()
     assert process.exitcode == 0

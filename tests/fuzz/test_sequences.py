@@ -10,7 +10,7 @@ from fuzz.campaign import Plan, run, table, try_seed
 from fuzz.compare import Place, Verdict
 from support.fork_server import run_python
 
-from attndsl.backends.tiled import flash, plan
+from attndsl.backends.tiled import sdpa, step_plan
 
 SEED = 7
 CPU = Place("cpu", sequences=True)
@@ -42,7 +42,7 @@ def _merged(value):
 def test_a_key_that_merges_zeros_is_found_and_shrunk(monkeypatch):
     """0.0 after -0.0, or the reverse: the plan of one is used for the other."""
     assert try_seed(234, CPU).outcome.verdict is Verdict.GOOD
-    monkeypatch.setattr(plan, "number_key", _merged)
+    monkeypatch.setattr(step_plan, "number_key", _merged)
     found = try_seed(234, CPU, shrinking=8)
     assert found.outcome.verdict is Verdict.WRONG
     assert found.reproduction.count("# Call ") == 2
@@ -54,8 +54,8 @@ def test_a_key_that_merges_zeros_is_found_and_shrunk(monkeypatch):
 def test_a_lost_stride_is_found(monkeypatch):
     """An output whose last stride is not 1, which torch's kernel writes as if it were."""
     assert try_seed(797, CPU).outcome.verdict is Verdict.GOOD
-    monkeypatch.setattr(flash, "rows_apart", lambda x: x)
-    monkeypatch.setattr(flash, "rows_contiguous", lambda x, dtype=None: x)
+    monkeypatch.setattr(sdpa, "rows_apart", lambda x: x)
+    monkeypatch.setattr(sdpa, "rows_contiguous", lambda x, dtype=None: x)
     assert try_seed(797, CPU, shrinking=0).outcome.verdict is Verdict.WRONG
 
 

@@ -589,12 +589,12 @@ def test_a_warm_start_imports_no_compiler(tmp_path: Path) -> None:
 
 def test_other_lengths_and_param_values_make_no_new_kernel(tmp_path: Path) -> None:
     from attndsl.backends.base import Call
-    from attndsl.backends.generated.for_any_gpu import triton_backend
+    from attndsl.backends.generated.backend import generated_backend
     from attndsl.pipeline import lower
     from attndsl.source import Source
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = triton_backend(KernelCache(tmp_path / "kernels"))
+    backend = generated_backend(("triton",), KernelCache(tmp_path / "kernels"))
     lowered = lower(
         Source("param w: int\nparam c: float\nscore = softcap(score, c)\nmask = q - kv < w"), {}
     )

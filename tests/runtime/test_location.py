@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import attndsl
-from attndsl import attention as attention_module
-from attndsl import compiled as compiled_module
+from attndsl.call import prepared
 from attndsl.errors import (
     ArgumentError,
     DeviceError,
@@ -189,11 +188,8 @@ def test_plain_calls_say_nothing_of_places(monkeypatch):
     def refused(*arguments):
         raise AssertionError
 
-    for module, name in (
-        (attention_module, "Location"), (attention_module, "terms_of"),
-        (compiled_module, "localised"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, refused)
+    for name in ("bound", "terms_of", "dispatched"):
+        monkeypatch.setattr(prepared, name, refused)
     attention(Q, K, K, t=torch.ones(4))
 
 

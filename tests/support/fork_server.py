@@ -51,6 +51,12 @@ sys.exit(status)
 """
 
 
+def compiling() -> dict[str, str]:
+    """The environment of a program that compiles kernels, and may import ``support``."""
+    found = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return found | {"PYTHONPATH": str(Path(__file__).parents[1])}
+
+
 def run_python(
     code: str, *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None,
     given: str = "", limit: int = _LIMIT,

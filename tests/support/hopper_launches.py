@@ -15,7 +15,7 @@ from support.jobs import configs_of, task_of
 from triton.backends.nvidia import driver as nvidia
 
 from attndsl.backends.base import Call
-from attndsl.backends.generated.for_hopper import hopper_backend
+from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.hopper.arguments import Block, blocks_of
 from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.kernels.modules import Modules, Prepared
@@ -115,7 +115,7 @@ def backend_of(
         return Prepared(executables, frozenset())
 
     monkeypatch.setattr(Modules, "prepare", prepare)
-    return hopper_backend(default_cache())
+    return generated_backend(("hopper", "triton"), default_cache())
 
 
 def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import attndsl
-from attndsl.backends.tiled.plan import BLOCK_M
+from attndsl.backends.tiled.step_plan import BLOCK_M
 from attndsl.parallel import ContextParallel, Machine, Shape
 from attndsl.parallel.beside import Beside
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from attndsl.foundation.caches import CACHES, memoised
 from attndsl.ir import Op, const, leaf_names, toposort
 from attndsl.passes.simplify import simplify_node
 
@@ -35,7 +35,7 @@ _MAX_PIECES = 64
 """Pieces of a set that are tried as ranges."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Projection:
     """Keys that queries from some position on may see, for all positions and numbers of keys."""
 
@@ -47,6 +47,13 @@ class Projection:
     """Whether each of these keys is seen by some query, rather than may be."""
     # isl's objects are not for several threads at a time.
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __post_init__(self) -> None:
+        CACHES.at_fork(self)
+
+    def after_fork(self) -> None:
+        """Make the lock anew in a forked process: another thread may have held it."""
+        self.lock = threading.Lock()
 
     def ranges(self, next_q: int, keys: int, values: Mapping[str, int]) -> tuple[range, ...]:
         """The keys below ``keys`` that queries from ``next_q`` on may see.
@@ -62,7 +69,7 @@ class Projection:
             return _ranges(_fixed(self.keys, {_NEXT: next_q, _KEYS: keys, **values}))
 
 
-@lru_cache(maxsize=256)
+@memoised("projections of masks", 256)
 def projection(mask: Node) -> Projection:
     """The projection of ``mask``."""
     import islpy

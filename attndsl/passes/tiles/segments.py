@@ -13,9 +13,9 @@ Non-goals: which way is cheaper, and printing.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import DType, Node, Op, const, node, toposort
 from attndsl.passes.widths import INT32, INT64, POSITION_LIMIT, exact_range, fits
 
@@ -55,7 +55,7 @@ class NoClosedForm(Exception):
     """A mask that has none, with the reason in words."""
 
 
-@lru_cache(maxsize=1024)
+@memoised("closed forms of masks", 1024)
 def closed_segments(
     mask: Node,
     own: tuple[str, int],
@@ -89,7 +89,7 @@ def closed_segments(
     return found
 
 
-@lru_cache(maxsize=1024)
+@memoised("closed forms of live tiles", 1024)
 def live_segments(
     mask: Node, own: tuple[str, int], along: tuple[str, int], shifted: bool,
     wide: frozenset[str] = frozenset(),

@@ -15,7 +15,7 @@ from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.emit.expression import Capture, Names, print_expressions
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.generated.for_any_gpu import triton_backend
+from attndsl.backends.generated.backend import generated_backend
 from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, size, var
 from attndsl.pipeline import lower_program
 from attndsl.runtime.cache import KernelCache
@@ -104,7 +104,7 @@ def test_every_op_is_covered() -> None:
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> GeneratedBackend:
-    return triton_backend(KernelCache(tmp_path_factory.mktemp("kernels")))
+    return generated_backend(("triton",), KernelCache(tmp_path_factory.mktemp("kernels")))
 
 
 def _call(lengths: tuple[int, int] = (17, 33)) -> Call:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 
 import pytest
 import torch
-from support.fork_server import run_python
+from support.fork_server import compiling, run_python
 
 import attndsl
 from attndsl import ir
@@ -81,7 +80,7 @@ SCRIPT = textwrap.dedent(
     """
     import sys
     import torch
-    from attndsl.backends.generated.cross import cross_compile
+    from support.cross import cross_compile
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.kernels.config import Config
@@ -98,8 +97,7 @@ SCRIPT = textwrap.dedent(
 
 
 def test_programs_compile() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = run_python(SCRIPT, JOINED, env=environment)
+    done = run_python(SCRIPT, JOINED, env=compiling())
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.generated.for_hopper import hopper_backend
+from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.hopper import family
 from attndsl.backends.hopper.arguments import blocks_of
 from attndsl.backends.hopper.family import Hopper
@@ -59,7 +59,7 @@ def test_what_the_portable_kernels_run(name):
     call, kind, wants, reason = REFUSED[name]
     grad = None if kind == "forward" else torch.empty(2, 4, call.q.shape[2], call.v.shape[3])
     assert reason in why_portable(LOWERED, call, kind, grad, wants)
-    backend = hopper_backend(default_cache())
+    backend = generated_backend(("hopper", "triton"), default_cache())
     assert backend._family(LOWERED, call, Task(kind), grad, wants).name == "triton"
 
 
@@ -158,7 +158,8 @@ def test_each_kernel_is_found_in_its_module(name):
 
 
 def test_a_deterministic_call_has_a_layout_of_its_own():
-    backend, lowered = hopper_backend(default_cache()), lower(Source("score"), {})
+    backend = generated_backend(("hopper", "triton"), default_cache())
+    lowered = lower(Source("score"), {})
     grad = torch.empty(2, 4, 40, 64, dtype=torch.float32)
     calls = [call_of(torch.float32), call_of(torch.float32, deterministic=True)]
     layouts = [backend._layout(lowered, call, Task.BACKWARD, grad, ALL) for call in calls]

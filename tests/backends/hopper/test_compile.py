@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import textwrap
-from pathlib import Path
 
 import pytest
-from support.fork_server import run_python
+from support.fork_server import compiling, run_python
 
 SCRIPT = textwrap.dedent(
     """
@@ -360,9 +358,7 @@ CASES = {
     [pytest.param(name, marks=[pytest.mark.slow] * ("more" in name)) for name in CASES],
 )
 def test_compiles_for_hopper(cases):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # Of ``support``.
-    done = run_python(SCRIPT, json.dumps(CASES[cases]), env=environment, limit=600)
+    done = run_python(SCRIPT, json.dumps(CASES[cases]), env=compiling(), limit=600)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     for case, line in zip(CASES[cases], done.stdout.splitlines(), strict=True):
         direction, name, head_dim, multiplies, shared = line.split()

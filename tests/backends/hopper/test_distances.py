@@ -10,7 +10,7 @@ from support.jobs import hopper_source, shares_of, why_portable
 
 import attndsl
 from attndsl.backends.base import Gradients, Wants
-from attndsl.backends.generated.for_hopper import hopper_backend
+from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.hopper.distances import among, empty_sums, split, with_distances
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.kernels.config import Config
@@ -111,7 +111,7 @@ def test_what_has_a_kernel_of_its_own(name):
 
 
 def test_calls_that_portable_kernels_run_have_their_shares():
-    backend = hopper_backend(default_cache())
+    backend = generated_backend(("hopper", "triton"), default_cache())
     lowered, call = call_of(TEXTS["slopes"], captures_of("slopes"))
     wants = Wants(tensors=frozenset("t"))
     assert backend._plan(lowered, call, wants).lines.tensors == {"t"}

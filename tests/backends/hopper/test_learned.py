@@ -10,7 +10,7 @@ from support.jobs import why_portable
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.generated.for_hopper import hopper_backend
+from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.hopper.learned import Learned, Statistics, gradients_of_parts, learned_parts
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.log_sum import of_one_number
@@ -100,7 +100,7 @@ def test_rows_do_not_learn_from_results_of_more_keys():
         partial = Wants(tensors=names, partial=True)
         found = why_portable(lowered, call, "backward", wants=partial)
         assert (found is None) == alone
-        backend = hopper_backend(default_cache())
+        backend = generated_backend(("hopper", "triton"), default_cache())
         shares = backend._plan(lowered, call, partial)
         assert shares.lines.partial
         assert shares.lines.tensors == names

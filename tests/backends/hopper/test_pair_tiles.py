@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import PairTile, facts_of, with_forms
-from attndsl.backends.generated.for_hopper import hopper_backend
+from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.hopper import family as family_module
 from attndsl.backends.hopper import layout as layout_module
 from attndsl.backends.hopper import pair_tiles as pair_tiles_module
@@ -454,7 +454,7 @@ def test_calls_of_one_program_are_told_apart(check):
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_arguments_are_those_that_kernels_take(monkeypatch, copied):
-    backend, launched = hopper_backend(default_cache()), {}
+    backend, launched = generated_backend(("hopper", "triton"), default_cache()), {}
     monkeypatch.setattr(pair_tiles_module, "is_worth_a_copy", lambda *_: True)
     bias = torch.randn(HEADS, Q_LEN, KV_LEN + copied).bfloat16()[..., :KV_LEN]
     lowered, call = call_of(BIAS, {"bias": bias})

@@ -11,7 +11,7 @@ from support.jobs import configs_of, job_of
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.generated.for_hopper import hopper_backend
+from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.hopper.tiles import CANDIDATES
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
@@ -85,7 +85,7 @@ def test_which_are_persistent(text, dim, persistent):
 def forwards(name: str, call: Call, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Output and log-sum-exp with a program a query tile, then thrice with persistent ones."""
     lowered = attndsl.compile(TEXTS[name]).lowered
-    backend = hopper_backend(default_cache())
+    backend = generated_backend(("hopper", "triton"), default_cache())
     widest = max(call.q.shape[3], call.v.shape[3])
     config = CANDIDATES[Task.FORWARD][max(64, 1 << (widest - 1).bit_length())][number]
     found = []
@@ -171,7 +171,8 @@ def test_backwards(name, dim, number, sizes):
         call_of(name, sizes, dim, dim, torch.bfloat16),
         attndsl.compile(TEXTS[name]).lowered,
     )
-    backend, config = hopper_backend(default_cache()), CANDIDATES[Task.BACKWARD][dim][number]
+    backend = generated_backend(("hopper", "triton"), default_cache())
+    config = CANDIDATES[Task.BACKWARD][dim][number]
     out, lse = backend.forward(lowered, call)
     grad_out, wants = (
         torch.randn_like(out),
@@ -197,7 +198,8 @@ def test_backwards(name, dim, number, sizes):
 @pytest.mark.gpu
 def test_graphs_and_streams():
     """Launches of graphs and of other streams count for themselves."""
-    lowered, backend = attndsl.compile("causal()").lowered, hopper_backend(default_cache())
+    lowered = attndsl.compile("causal()").lowered
+    backend = generated_backend(("hopper", "triton"), default_cache())
     call = call_of("causal", SIZES[4], 128, 128, torch.bfloat16)
     config = replace(CANDIDATES[Task.FORWARD][128][0], persistent=True)
     backend.choose(lowered, call, "forward", None, None, "forward", config)

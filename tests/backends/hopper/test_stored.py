@@ -10,7 +10,7 @@ from support.jobs import hopper_source, shares_of, why_portable
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.generated.for_hopper import hopper_backend
+from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.stored import among, empty_ds
 from attndsl.backends.kernels.config import Config
@@ -121,7 +121,7 @@ def test_tensors_share_what_is_stored():
 
 
 def test_calls_that_portable_kernels_run_store_nothing():
-    backend = hopper_backend(default_cache())
+    backend = generated_backend(("hopper", "triton"), default_cache())
     lowered, call = call_of(("h", "q", "kv"))
     assert backend._plan(lowered, call, Wants(tensors=T)).lines.stores_ds
     odd = torch.zeros(BATCH, HEADS, Q_LEN, 65, dtype=BF16)[..., :64]

@@ -13,7 +13,8 @@ import attndsl
 from attndsl import errors
 from attndsl.backends.base import Wants
 from attndsl.backends.emit.facts import facts_of, with_gradients
-from attndsl.backends.generated.for_hopper import hopper_backend
+from attndsl.backends.generated.backend import generated_backend
+from attndsl.backends.generated.families import HOPPER
 from attndsl.backends.hopper import family
 from attndsl.backends.hopper import why_not as why_not_module
 from attndsl.backends.hopper.tiles import CANDIDATES, candidates
@@ -30,7 +31,8 @@ DIMS = (8, 36, 64, 72, 128, 136, 192, 256, 264, 512)
 
 
 def lines_of(text: str, head_dim: int) -> list[str]:
-    return hopper_backend(default_cache()).describe(attndsl.compile(text).lowered, head_dim)
+    backend = generated_backend(("hopper", "triton"), default_cache())
+    return backend.describe(attndsl.compile(text).lowered, head_dim)
 
 
 @pytest.mark.parametrize("direction", KERNELS)
@@ -169,9 +171,8 @@ def test_calls_without_a_kernel_have_no_text(backend):
     assert "reference" in caught.value.hint
 
 
-def test_without_gluon_there_is_no_text(monkeypatch):
-    monkeypatch.setattr(dispatch, "why_no_hopper_kernels", lambda: "ImportError: no gluon")
-    with pytest.raises(errors.BackendError, match="no gluon") as caught:
+def test_without_gluon_there_is_no_text(without_gluon):
+    with pytest.raises(errors.BackendError, match=f"the Hopper .* {without_gluon}") as caught:
         attndsl.compile(GAIN).source(backend="hopper")
     assert "backend='triton'" in caught.value.hint
     assert "def attention_forward" in attndsl.compile(GAIN).source()
@@ -324,7 +325,7 @@ def test_the_guide_shows_an_explanation():
 @pytest.fixture
 def one_hopper_gpu(monkeypatch):
     """As if there were one."""
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
+    monkeypatch.setattr(dispatch, "_target_of", lambda device: HOPPER)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
@@ -346,15 +347,14 @@ def test_explain_on_a_hopper_gpu():
     for head_dim in (64, 256, 264):
         shown = attention.explain("cuda", head_dim=head_dim)
         expected = "\n".join(lines_of(GAIN, head_dim))
-        assert "\nbackend      hopper on cuda: the default" in shown
+        assert "\nbackend      auto on cuda: the default for Hopper GPUs" in shown
         assert shown.endswith("\n" + expected)
     assert "triton kernels" not in attndsl.compile(GAIN, backend="triton").explain("cuda")
 
 
 @pytest.mark.usefixtures("one_hopper_gpu")
-def test_explain_without_gluon(monkeypatch):
-    monkeypatch.setattr(dispatch, "why_no_hopper_kernels", lambda: "ImportError: no gluon")
+def test_explain_without_gluon(without_gluon):
     chosen, fp64 = attndsl.compile(GAIN).explain("cuda").split("\n")[-2:]
     assert chosen.startswith("backend      triton on cuda")
-    assert chosen.endswith("cannot be loaded: ImportError: no gluon")
+    assert f"cannot be loaded: ModuleNotFoundError: import of {without_gluon}" in chosen
     assert fp64.startswith("  in fp64    cpu")

@@ -19,7 +19,8 @@ from support.mutation import drop, is_noticed, swap
 
 import attndsl
 from attndsl.backends.base import StoredDS
-from attndsl.runtime.dispatch import get_backend
+from attndsl.foundation.caches import CACHES, Reason
+from attndsl.runtime.dispatch import choose_backend
 
 CLOSED = [case for case in CASES if "table" not in case.values[0]]
 """Cases whose tiles have formulas."""
@@ -175,9 +176,8 @@ def test_the_bits_are_the_same_in_100_runs(name, sizes, dim):
     attention, do = attndsl.compile(ON_GPU[name]), rows(heads, q_len)
     plain = torch.autograd.grad(attention(q, k, v, **given), leaves, do)
     out = attention(q, k, v, deterministic=True, **given)
-    backend = get_backend("auto")
-    for layouts in (backend._layouts, backend._as_given):
-        layouts.clear()
+    backend, _ = choose_backend("auto", q.device, False, q.dtype)
+    CACHES.invalidate(Reason.KERNELS)
     first = torch.autograd.grad(out, leaves, do, retain_graph=True)
     assert any(layout.facts.takes_turns for layout in backend._layouts.values())
     # Other kernels may make gradients of captures, which are differences of large sums.

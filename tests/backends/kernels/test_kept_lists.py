@@ -21,7 +21,7 @@ class Lists:
     """Kept lists whose kernels note what a mask would read."""
 
     def __init__(self):
-        self.kept = KeptLists()
+        self.kept = KeptLists("test lists")
 
     def of(self, *tensors, place=()):
         """The values of ``tensors`` as the kernels found them."""

@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from support.brute import lowered_of, visited
+from support.cross import PORTABLE
 
 import attndsl
 import attndsl.backends.generated.backend as backend_module
 from attndsl.backends.device.library import place_of_item
-from attndsl.backends.generated.cross import PORTABLE
 from attndsl.backends.kernels import order
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.order import heads_per_wave

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.cross import PORTABLE
 
 from attndsl.backends.base import Wants
 from attndsl.backends.emit.facts import facts_of, with_forms, with_gradients
-from attndsl.backends.generated.cross import PORTABLE
 from attndsl.backends.kernels.config import Config, is_hopeless
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Job

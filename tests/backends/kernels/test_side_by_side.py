@@ -20,7 +20,7 @@ from triton.runtime.errors import OutOfResources
 import attndsl
 from attndsl.backends.base import Wants
 from attndsl.backends.generated import backend as generated
-from attndsl.backends.generated.for_any_gpu import triton_backend
+from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.kernels import compile as compiling
 from attndsl.backends.kernels import modules, side_by_side
 from attndsl.backends.kernels.example import example_call
@@ -68,7 +68,7 @@ def on_gpu(tmp_path, monkeypatch):
     def with_compiler(compiler):
         for module in (modules, compiling):
             monkeypatch.setattr(module, "compile_kernel", compiler)
-        return triton_backend(default_cache())
+        return generated_backend(("triton",), default_cache())
 
     return with_compiler
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fork_server import run_python
+from support.fork_server import compiling, run_python
 
 import attndsl
 from attndsl import errors
@@ -151,6 +150,5 @@ SCRIPT = textwrap.dedent("""
 
 
 def test_it_compiles_for_hopper():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = run_python(SCRIPT, env=environment)
+    done = run_python(SCRIPT, env=compiling())
     assert done.stdout == "compiled\n", done.stderr

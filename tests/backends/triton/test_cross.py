@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 
 import pytest
-from support.fork_server import run_python
+from support.fork_server import compiling, run_python
 
 SCRIPT = textwrap.dedent(
     """
     import sys
-    from attndsl.backends.generated.cross import cross_compile
+    from support.cross import cross_compile
     from attndsl.backends.emit.expression import Capture
     from attndsl.backends.emit.facts import ParamKind, KernelFacts
     from attndsl.ir import DType
@@ -68,7 +67,7 @@ WIDE_BOUNDS = textwrap.dedent(
     import sys
     from dataclasses import replace
     import torch
-    from attndsl.backends.generated.cross import cross_compile
+    from support.cross import cross_compile
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.kernels.config import Config
@@ -133,7 +132,7 @@ RESULTS_IN_FP32 = textwrap.dedent(
     """
     from dataclasses import replace
     import torch
-    from attndsl.backends.generated.cross import cross_compile
+    from support.cross import cross_compile
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.kernels.config import Config
@@ -161,7 +160,7 @@ SOFTCAP = textwrap.dedent(
     import sys
     from dataclasses import replace
     import torch
-    from attndsl.backends.generated.cross import cross_compile
+    from support.cross import cross_compile
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.kernels.config import Config
@@ -189,7 +188,7 @@ PARTS = textwrap.dedent(
     from dataclasses import replace
     import torch
     from attndsl.backends.base import Part
-    from attndsl.backends.generated.cross import cross_compile
+    from support.cross import cross_compile
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.kernels.config import Config
@@ -242,8 +241,7 @@ PARTS = textwrap.dedent(
 
 def _run(script: str, *arguments: object) -> list[list[str]]:
     # Where the interpreter is chosen for this process's kernels, nothing could be compiled.
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = run_python(script, *arguments, env=environment, limit=600)
+    done = run_python(script, *arguments, env=compiling(), limit=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return [line.split() for line in done.stdout.splitlines()]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -10,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.fork_server import run_python
+from support.fork_server import compiling, run_python
 from support.no_waiting import no_waiting
 from support.parts import PROGRAMS, Sizes, make_case, whole_of, widened
 
@@ -347,7 +346,7 @@ COMPILE = textwrap.dedent(
     import sys
     import torch
     import attndsl
-    from attndsl.backends.generated.cross import compile_jobs
+    from support.cross import compile_jobs
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.kernels.kernel import Task
     from attndsl.backends.triton.decode import Decode
@@ -383,8 +382,7 @@ COMPILE = textwrap.dedent(
 )
 def test_they_compile_for_gpus_that_are_not_there(dtype, target, plain):
     """A program of all features at five sizes, and a plain one at the first ``plain`` of them."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = run_python(COMPILE, dtype, target, plain, env=environment)
+    done = run_python(COMPILE, dtype, target, plain, env=compiling())
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     shapes = ["4x1", "1x1", "4x16", "8x1", *["4x32"] * (dtype == "bfloat16")]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import textwrap
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fork_server import run_python
+from support.fork_server import compiling, run_python
 from support.serving import Shape, make_step
 
 import attndsl
@@ -383,7 +382,7 @@ COMPILE = textwrap.dedent("""
     import triton
     import attndsl
     from attndsl.backends.generated.backend import GeneratedBackend
-    from attndsl.backends.generated.cross import compile_jobs
+    from support.cross import compile_jobs
     from attndsl.backends.triton.serve import Serve
 
     class Caught(Exception):
@@ -426,8 +425,7 @@ COMPILE = textwrap.dedent("""
 
 
 def test_they_compile_for_hopper():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = run_python(COMPILE, env=environment)
+    done = run_python(COMPILE, env=compiling())
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, *_ in rows] == ["serve_4x1", "serve_4x1", "serve_1x16"]

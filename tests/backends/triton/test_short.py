@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import textwrap
 
 import pytest
 import torch
-from support.fork_server import run_python
+from support.fork_server import compiling, run_python
 from support.parts import PROGRAMS, Sizes, make_case, results, whole_of, widened
 
 import attndsl
@@ -243,7 +242,7 @@ COMPILE = textwrap.dedent(
     import torch
     import attndsl
     from attndsl.backends.base import Wants
-    from attndsl.backends.generated.cross import compile_jobs
+    from support.cross import compile_jobs
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.kernels.kernel import Task
     from attndsl.backends.triton.short import Short
@@ -277,8 +276,7 @@ COMPILE = textwrap.dedent(
 )
 def test_they_compile_for_gpus_that_are_not_there(dtype, plain):
     """A program of all features at each of the sizes, and a plain one at the first ``plain``."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = run_python(COMPILE, dtype, json.dumps(COMPILED), plain, env=environment)
+    done = run_python(COMPILE, dtype, json.dumps(COMPILED), plain, env=compiling())
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     names = {name for name, _ in rows}

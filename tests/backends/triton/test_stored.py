@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from support.fork_server import run_python
+from support.fork_server import compiling, run_python
 from support.jobs import shares_of
 
 import attndsl
 from attndsl.backends.base import Gradients, StoredDS, Wants
-from attndsl.backends.generated.for_any_gpu import triton_backend
+from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.gradients import pairs
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
@@ -103,7 +102,7 @@ def run(text: str, tensors: dict[str, torch.Tensor], names: str, sizes: Sizes, *
     call = call._replace(q=q, k=k, v=k, **more)
     shares = shares_of(lowered, call, Wants(tensors=frozenset(names)))
     assert frozenset().union(*(own.tensors for own in shares.stored)) == frozenset(names)
-    backend = triton_backend(default_cache())
+    backend = generated_backend(("triton",), default_cache())
     lse = torch.zeros(2, *q.shape[:3])
     again = BackwardState(lowered, call, lse, lse[0], q, backend._layout)
     found = run_extra(again, shares, Gradients(None, None, None, stored_ds=slopes))
@@ -224,7 +223,7 @@ COMPILED = textwrap.dedent(
     """
     import torch
     from attndsl.backends.base import Wants
-    from attndsl.backends.generated.cross import cross_compile
+    from support.cross import cross_compile
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of, with_gradients
     from attndsl.pipeline import lower
@@ -245,7 +244,6 @@ COMPILED = textwrap.dedent(
 
 def test_sixteen_bytes_at_a_time():
     """Of each of two tiles and of a last one, and of sums that are turned: 64 x 64, 128 threads."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = run_python(COMPILED, env=environment)
+    done = run_python(COMPILED, env=compiling())
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split("\n")[:2] == ["12 8 False", "12 4 False"]

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
+from attndsl.foundation.caches import BoundedCache
 from attndsl.ir import Op, toposort
 from attndsl.scalars import number_key
 
 from .tile_kinds import tile_kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from attndsl.pipeline import Lowered
 
     from ..base import Call
 
-Found = TypeVar("Found")
 Range = tuple[int, int]
 BLOCK_M = 128
 """Query rows of a tile."""
@@ -40,8 +38,7 @@ _APART = 8
 _LIVE = re.compile(rb"[\x01\x02]+")
 _PARTIAL = re.compile(rb"\x01+")
 _FULL = re.compile(rb"\x02+")
-_KEPT = 16
-"""Plans that are remembered."""
+_MAX_PLANS = 32
 _KEPT_STEPS = 1 << 12
 """Steps of the longest one that is."""
 
@@ -75,7 +72,7 @@ def limits_of(call: Call, plain: bool) -> Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class KeySpan:
     """Keys ``columns[0] <= row < columns[1]``; ``partial`` are those where the mask decides."""
 
     columns: Range
@@ -91,66 +88,46 @@ class Span:
         """True if some keys are live for all rows of the step."""
         return sum(stop - start for start, stop in self.partial) < self.width
 
-    def parts(self) -> Iterator[Span]:
+    def parts(self) -> Iterator[KeySpan]:
         """The same keys in spans of a length for which scores may be kept."""
         first, last = self.columns
         for start in range(first, last, SPAN):
             stop = min(start + SPAN, last)
             partial = ((max(start, a), min(stop, b)) for a, b in self.partial)
-            yield Span((start, stop), tuple((a, b) for a, b in partial if a < b))
+            yield KeySpan((start, stop), tuple((a, b) for a, b in partial if a < b))
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class QueryStep:
     """Query rows of a box of heads, and the spans of keys that they meet."""
 
     batches: Range
     heads: Range
     """Query heads: all of them if there are several batches; else whole groups, or part of one."""
     rows: Range
-    spans: tuple[Span, ...]
-
-
-class Kept(Generic[Found]):
-    """LRU cache of results found for calls, by the numbers that they depend on."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[object, Found] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def of(
-        self, key: object | None, make: Callable[[], Found], fits: Callable[[Found], bool]
-    ) -> Found:
-        """Result kept for ``key``, or made and kept if it ``fits``. None is no key."""
-        if key is None:
-            return make()
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        made = make()
-        if fits(made):
-            with self._lock:
-                self._kept[key] = made
-                while len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-        return made
+    spans: tuple[KeySpan, ...]
 
 
 class Plans:
     """Makes plans; remembers those that depend on nothing but numbers."""
 
     def __init__(self) -> None:
-        self._kept = Kept[list[Step]]()
+        self._kept: BoundedCache[list[QueryStep]] = BoundedCache(
+            "plans of steps by mask, numbers", _MAX_PLANS
+        )
 
-    def of(self, lowered: Lowered, call: Call, limits: Limits) -> list[Step]:
+    def of(self, lowered: Lowered, call: Call, limits: Limits) -> list[QueryStep]:
         """The steps that cover all live pairs of ``call``; rows without any may be in none."""
         numbers = numbers_of(lowered, call)
-        return self._kept.of(
-            None if numbers is None else (limits, numbers),
-            lambda: make_plan(lowered, call, limits),
-            lambda steps: len(steps) <= _KEPT_STEPS,
-        )
+        if numbers is None:
+            return make_plan(lowered, call, limits)
+        key = (limits, numbers)
+        steps = self._kept.get(key)
+        if steps is None:
+            steps = make_plan(lowered, call, limits)
+            if len(steps) <= _KEPT_STEPS:
+                self._kept.put(key, steps)
+        return steps
 
 
 def numbers_of(lowered: Lowered, call: Call) -> object | None:
@@ -168,7 +145,7 @@ def numbers_of(lowered: Lowered, call: Call) -> object | None:
     return lowered.digest, call.q.device.type, *shapes, *call.sizes.items(), *keys
 
 
-def make_plan(lowered: Lowered, call: Call, limits: Limits) -> list[Step]:
+def make_plan(lowered: Lowered, call: Call, limits: Limits) -> list[QueryStep]:
     """The steps that cover all live pairs of ``call``; rows without any may be in none."""
     batch, heads, q_len, _ = call.q.shape
     kv_heads, kv_len = call.k.shape[1:3]
@@ -218,7 +195,7 @@ def _longest_span(number: int, call: Call, limits: Limits) -> int:
     return max(limits.keys, pairs // (rows * heads) // BLOCK_N * BLOCK_N)
 
 
-def _spans(row: bytes, kv_len: int, longest: int, limits: Limits) -> tuple[Span, ...]:
+def _spans(row: bytes, kv_len: int, longest: int, limits: Limits) -> tuple[KeySpan, ...]:
     """The spans of a row of tile kinds."""
     tiles = longest // BLOCK_N
     found = []
@@ -231,7 +208,7 @@ def _spans(row: bytes, kv_len: int, longest: int, limits: Limits) -> tuple[Span,
                     (part.start() * BLOCK_N, min(part.end() * BLOCK_N, kv_len))
                     for part in _PARTIAL.finditer(row, first, last)
                 )
-                found.append(Span((first * BLOCK_N, min(last * BLOCK_N, kv_len)), partial))
+                found.append(KeySpan((first * BLOCK_N, min(last * BLOCK_N, kv_len)), partial))
     return tuple(found)
 
 
@@ -322,8 +299,8 @@ def _aligned(start: int, stop: int, group: int) -> Iterator[Range]:
 
 
 def _split(
-    box: _Box, number: int, spans: tuple[Span, ...], call: Call, limits: Limits
-) -> Iterator[Step]:
+    box: _Box, number: int, spans: tuple[KeySpan, ...], call: Call, limits: Limits
+) -> Iterator[QueryStep]:
     """Steps of ``box`` with a limited number of pairs a span, as far as groups of heads allow."""
     if not spans:
         return
@@ -334,9 +311,9 @@ def _split(
     (first, last), (low, high) = box.batches, box.heads
     if room >= heads and last - first > 1:
         for b in range(first, last, room // heads):
-            yield Step((b, min(b + room // heads, last)), box.heads, rows, spans)
+            yield QueryStep((b, min(b + room // heads, last)), box.heads, rows, spans)
         return
     several = high - low if high - low < group else max(group, room // group * group)
     for b in range(first, last):
         for h in range(low, high, several):
-            yield Step((b, b + 1), (h, min(h + several, high)), rows, spans)
+            yield QueryStep((b, b + 1), (h, min(h + several, high)), rows, spans)

@@ -1,4 +1,4 @@
-"""The CPU backend's gradients, step by step; the forward is :mod:`.cpu`'s.
+"""The CPU backend's gradients, step by step; the forward is :mod:`.forward_steps`'s.
 
 Scores are made again from ``lse``, by the formulas of FlashAttention-2 (arXiv 2307.08691), section
 3.1: with P the softmax weights, D dropout's factors, dW = dO V^T and delta = rowsum(dO * O) - dlse,
@@ -21,39 +21,27 @@ from attndsl.passes.differentiate import vjp
 from ..base import Gradients
 from ..dense.interpret import gated
 from ..log_sum import LogSum, log_sum
-from ..memory_order import arranged_like, wide_dtype
 from .capture_gradients import CaptureSums
-from .plain import Biases, OfForward, PlainRows
-from .spans import (
-    Buffers,
-    Scorer,
-    add_product,
-    dropout_factor,
-    exp_,
-    fill,
-    keys_of,
-    matrices,
-    place_of,
-)  # fmt: skip
+from .matrices import gradient_like, matrices, place_of
+from .sdpa_spans import SpanAttention
+from .span_scores import Scorer, add_product, exp_
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call
-    from .plan import Span, Step
-    from .spans import Place, Scored
+    from .matrices import StepPlace
+    from .span_scores import Scored
+    from .step_plan import KeySpan, QueryStep
 
 _ONE = const(1.0)
-_SLOPES = 2
-"""The buffer beside those of scores."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StepRows:
     """The rows of a step: tensors (matrices, group * rows, ...)."""
 
-    step: Step
-    place: Place
+    place: StepPlace
     queries: torch.Tensor
     grad_out: torch.Tensor
     lse: LogSum
@@ -64,7 +52,7 @@ class Rows:
 
 
 class StepGradients:
-    """One call's gradients, while its steps are done one after the other.
+    """Makes one call's gradients.
 
     Args:
         lowered: The program.
@@ -75,25 +63,23 @@ class StepGradients:
     """
 
     def __init__(
-        self, lowered: Lowered, call: Call, backward: Backward, steps: list[Step], plain: bool
+        self, lowered: Lowered, call: Call, backward: Backward, steps: list[QueryStep], plain: bool
     ) -> None:
         out, lse, grad_out, grad_lse, wants = backward
         self._program = program = lowered.program
         self._call = call
         self._wants = wants
+        self._steps = steps
         self._slope = lowered.derivative.score
-        self._q = matrices(call.q, call)
-        self._k, self._v = keys_of(call.k, call), keys_of(call.v, call)
+        self._scorer = scorer = Scorer(program, call, steps, plain, keep_raw=True)
+        self._sdpa = SpanAttention(scorer, call, program.bounded) if plain else None
         self._grad_out = matrices(grad_out, call)
         self._out = matrices(out, call)
         self._lse = LogSum(*(matrices(x, call) for x in log_sum(lse)))
         self._grad_lse = None if grad_lse is None else matrices(grad_lse.unsqueeze(-1), call)
-        self._dq = torch.zeros_like(self._q) if wants.q else None
-        self._dk = torch.zeros_like(self._k) if wants.k else None
-        self._dv = torch.zeros_like(self._v) if wants.v else None
-        self._buffers = Buffers(steps, 3, self._q, plain)
-        self._scorer = Scorer(program, call, self._buffers, keep_raw=True)
-        self._biases = Biases(call, self._scorer.lives) if plain else None
+        self._dq = torch.zeros_like(scorer.q) if wants.q else None
+        self._dk = torch.zeros_like(scorer.k) if wants.k else None
+        self._dv = torch.zeros_like(scorer.v) if wants.v else None
         self._sums = CaptureSums(call, wants)
         self._score_terms = self._sums.of_score(lowered.derivative)
         self._sink_terms = self._sums.of(program.sink)
@@ -104,18 +90,20 @@ class StepGradients:
             self._weight_slope = vjp(program.weights, _ONE).get(SCORE, const(0.0))
         self._scores_matter = bool(wants.q or wants.k or self._score_terms)
 
-    def add(self, step: Step) -> None:
+    def _add(self, step: QueryStep) -> None:
         """Add what the rows of ``step`` contribute."""
         place = place_of(step, self._call)
-        queries, grad_out = place.queries(self._q), place.queries(self._grad_out)
+        queries, grad_out = place.queries(self._scorer.q), place.queries(self._grad_out)
         # torch's own backward makes it itself.
-        delta = None if self._biases is not None else self._delta(place, grad_out)
+        delta = None if self._sdpa is not None else self._delta(place, grad_out)
         lse = LogSum(*map(place.queries, self._lse))
         dq = queries.new_zeros(queries.shape) if self._dq is not None else None
-        rows = Rows(step, place, queries, grad_out, lse, delta, dq)
+        rows = StepRows(place, queries, grad_out, lse, delta, dq)
         for span in step.spans:
-            if self._biases is None or not self._add_plain(rows, span, self._biases):
-                for part in span.parts() if self._biases is not None else (span,):
+            if self._sdpa is None:
+                self._add_span(rows, span)
+            elif not self._add_plain(rows, span, self._sdpa):
+                for part in span.parts():
                     self._add_span(rows, part)
         if dq is not None and self._dq is not None:
             place.store(self._dq, dq)
@@ -126,42 +114,32 @@ class StepGradients:
             d_sink = -own.of_sink(sink, place.pairs(delta))
             self._sums.add(self._sink_terms, d_sink, tile)
 
-    def _delta(self, place: Place, grad_out: torch.Tensor) -> torch.Tensor:
+    def _delta(self, place: StepPlace, grad_out: torch.Tensor) -> torch.Tensor:
         delta = (grad_out * place.queries(self._out)).sum(-1, keepdim=True)
         if self._grad_lse is not None:
             delta = delta - place.queries(self._grad_lse)
         return torch.where(place.queries(self._lse.shift) == -torch.inf, 0.0, delta)
 
-    def _add_plain(self, rows: Rows, span: Span, biases: Biases) -> bool:
+    def _add_plain(self, rows: StepRows, span: KeySpan, sdpa: SpanAttention) -> bool:
         """Add a span's gradients by torch's own backward; False where it may have spoiled them."""
-        matrices, columns = rows.place.matrices, slice(*span.columns)
-        found = PlainRows(
-            self._call, rows.step, rows.place, biases, self._program.bounded
-        ).gradients(
-            span, rows.queries, self._k[matrices, columns], self._v[matrices, columns],
-            OfForward(
-                rows.grad_out, rows.place.queries(self._out),
-                rows.lse.without_dead() + rows.lse.rest,
-            ),
-        )  # fmt: skip
+        place = rows.place
+        results = place.queries(self._out), rows.lse.without_dead() + rows.lse.rest
+        found = sdpa.backward(place, span, rows.queries, rows.grad_out, results)
         if found is None:
             return False
-        dq, dk, dv = found
-        if rows.dq is not None:
-            rows.dq.add_(dq)
-        if self._dk is not None:
-            self._dk[matrices, columns].add_(dk)
-        if self._dv is not None:
-            self._dv[matrices, columns].add_(dv)
+        columns = slice(*span.columns)
+        totals = (None if x is None else x[place.matrices, columns] for x in (self._dk, self._dv))
+        for total, part in zip((rows.dq, *totals), found, strict=True):
+            if total is not None:
+                total.add_(part)
         return True
 
-    def _add_span(self, rows: Rows, span: Span) -> None:
+    def _add_span(self, rows: StepRows, span: KeySpan) -> None:
         """Add a span's gradients."""
         place, columns = rows.place, slice(*span.columns)
         if rows.delta is None:
             rows = replace(rows, delta=self._delta(place, rows.grad_out))
-        keys = self._k[place.matrices, columns]
-        scored = self._scorer.span(rows.step, place, span, rows.queries, keys)
+        scored = self._scorer.span(place, span, rows.queries)
         d_score = self._weights(rows, span, scored)
         if not self._scores_matter:
             return
@@ -173,41 +151,41 @@ class StepGradients:
         else:
             (slope,) = scored.tile.evaluate(self._slope)
             pairs.copy_(gated(pairs, pairs * slope))
-        live = scored.live_to_part(self._program, place)
         if rows.dq is not None:
-            add_product(rows.dq, d_score, keys, live, scale)
+            keys = self._scorer.k[place.matrices, columns]
+            add_product(rows.dq, d_score, keys, scored.live, scale)
         if self._dk is not None:
             total = self._dk[place.matrices, columns]
-            add_product(total, d_score.mT, rows.queries, live, scale, by_key=True)
+            add_product(total, d_score.mT, rows.queries, scored.live, scale, by_key=True)
 
-    def _weights(self, rows: Rows, span: Span, scored: Scored) -> torch.Tensor:
+    def _weights(self, rows: StepRows, span: KeySpan, scored: Scored) -> torch.Tensor:
         """The final score's gradient, after adding dV; overwrites the final scores."""
-        program, step, place, grad_out = self._program, rows.step, rows.place, rows.grad_out
-        values = self._v[place.matrices, slice(*span.columns)]
+        program, place, grad_out = self._program, rows.place, rows.grad_out
+        values = self._scorer.v[place.matrices, slice(*span.columns)]
         final = place.pairs(scored.final)
-        own = self._scorer.expressions.tile(step, span.columns, final)
+        own = self._scorer.expressions.tile(place.step, span.columns, final)
         if program.weights is None:
             relative = scored.final.sub_(rows.lse.without_dead()).sub_(rows.lse.rest)
             weights = exp_(program, relative)
             if program.bounded:  # A row whose log-sum-exp is NaN has made NaN of its dead pairs.
-                fill(place.pairs(weights), scored, 0.0)
+                scored.fill(weights, 0.0)
         else:
             (found,) = own.evaluate(program.weights)
             weights = torch.empty_like(scored.final)
-            fill(place.pairs(weights).copy_(found), scored, 0.0)
-        keep, kept = None, weights
-        if program.dropout is not None:
-            (p,) = scored.tile.evaluate(program.dropout)
-            keep = dropout_factor(p, step, span.columns, self._call)
-            kept = (place.pairs(weights) * keep).view_as(weights)
+            place.pairs(weights).copy_(found)
+            scored.fill(weights, 0.0)
+        dropped = self._scorer.drop(scored, span)
+        kept = weights
+        if dropped is not None:
+            kept = (place.pairs(weights) * dropped[1]).view_as(weights)
         if self._dv is not None:
-            live = scored.live_to_part(program, place)
             total = self._dv[place.matrices, slice(*span.columns)]
-            add_product(total, kept.mT, grad_out, live, by_key=True)
-        slopes = self._buffers.take(_SLOPES, place, span.width)
+            add_product(total, kept.mT, grad_out, scored.live, by_key=True)
+        slopes = self._scorer.room(place, span.width)
         torch.bmm(grad_out, values.mT, out=slopes)
         pairs = place.pairs(slopes)
-        if keep is not None and program.dropout is not None:
+        if dropped is not None:
+            p, keep = dropped
             if self._dropout_terms:
                 # keep = 1 / (1 - p), so its derivative by p is keep ** 2; clamped p has none.
                 d_p = torch.where((p >= 0) & (p < 1), pairs * place.pairs(kept) * keep, 0.0)
@@ -216,25 +194,23 @@ class StepGradients:
         if program.weights is None:
             assert rows.delta is not None
             slopes.sub_(rows.delta).mul_(weights)
-            fill(pairs, scored, 0.0)
+            scored.fill(slopes, 0.0)
             return slopes
-        fill(pairs, scored, 0.0)
+        scored.fill(slopes, 0.0)
         self._sums.add(self._weight_terms, pairs, own)
         (slope,) = own.evaluate(self._weight_slope)
         pairs.copy_(gated(pairs, pairs * slope))
         return slopes
 
     def gradients(self) -> Gradients:
-        """All that was added, in the dtypes that are wanted."""
-        call, dtype = self._call, wide_dtype(self._wants.wide)
-
-        def like(found: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor | None:
-            return None if found is None else arranged_like(found.view(given.shape), given, dtype)
-
+        """All gradients, in the dtypes that are wanted."""
+        for step in self._steps:
+            self._add(step)
+        call, wants = self._call, self._wants
         return Gradients(
-            q=like(self._dq, call.q),
-            k=like(self._dk, call.k),
-            v=like(self._dv, call.v),
+            q=gradient_like(self._dq, call.q, wants),
+            k=gradient_like(self._dk, call.k, wants),
+            v=gradient_like(self._dv, call.v, wants),
             tensors=self._sums.tensors(),
             params=self._sums.params(),
         )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attndsl
-from attndsl.backends.tiled.by_numbers import bounds_of
+from attndsl.backends.tiled.scalar_bounds import bounds_of
 from attndsl.call.options import Location
 from attndsl.runtime.bind import bind
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attndsl
-from attndsl.backends.tiled import plan, triangles
-from attndsl.backends.tiled.cpu import CPUBackend
-from attndsl.backends.tiled.triangles import Triangle, triangle_of
+from attndsl.backends.base import Backward, Wants
+from attndsl.backends.log_sum import public_lse
+from attndsl.backends.tiled import sdpa_causal, step_plan
+from attndsl.backends.tiled.sdpa_causal import Triangle, triangle_of
 from attndsl.call.options import CallOptions, Location
-from attndsl.foundation.caches import CACHES, Reason
 from attndsl.runtime.bind import bind
 
 ARE = {
@@ -48,7 +48,7 @@ def _call(attention, rows=256, keys=384, q_offset=0, kv_offset=0, scale=None, **
 def test_what_is_a_triangle(text):
     attention = attndsl.compile(text, backend="cpu")
     found = triangle_of(attention.lowered, _call(attention))
-    assert found == Triangle(ARE[text], 256, plan.BLOCK_M)
+    assert found == Triangle(ARE[text], 256, step_plan.BLOCK_M)
 
 
 @pytest.mark.parametrize("text", ARE_NOT)
@@ -62,7 +62,7 @@ def test_where_a_call_lies_decides():
     attention = attndsl.compile("causal()", backend="cpu")
     for first in (0, 128):
         call = _call(attention, q_offset=first + 9, kv_offset=9)
-        assert triangle_of(attention.lowered, call) == Triangle(first, 256, plan.BLOCK_M)
+        assert triangle_of(attention.lowered, call) == Triangle(first, 256, step_plan.BLOCK_M)
     # Not from a tile on, above the diagonal, and rows that see less than their keys.
     for options in ({"q_offset": 64}, {"q_offset": -128}, {"q_offset": 256}, {"keys": 255}):
         assert triangle_of(attention.lowered, _call(attention, **options)) is None
@@ -70,8 +70,8 @@ def test_where_a_call_lies_decides():
 
 def test_scales_that_torch_gets_wrong_are_looked_at_each_time():
     """It scales what it has made -inf. The mask of a call before had the same numbers."""
-    attention, found = attndsl.compile("causal()", backend="cpu"), triangles.Triangles()
-    wanted = Triangle(0, 256, plan.BLOCK_M)
+    attention, found = attndsl.compile("causal()", backend="cpu"), sdpa_causal.Triangles()
+    wanted = Triangle(0, 256, step_plan.BLOCK_M)
     for scale in (0.5, 0.0, -1.0, 0.5):
         call = _call(attention, scale=scale)
         assert found.of(attention.lowered, call) == (wanted if scale > 0.0 else None)
@@ -115,43 +115,29 @@ def test_calls_are_few():
         assert len(found) == tiles.bit_length()
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(plan, "BLOCK_M", 8)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (3, 1)])
 @pytest.mark.parametrize(("first", "rows"), [(0, 64), (0, 37), (24, 45), (16, 3), (40, 8)])
-def test_results_and_gradients(monkeypatch, small_tiles, dtype, heads, first, rows):
+def test_results_and_gradients(monkeypatch, dtype, heads, first, rows):
+    monkeypatch.setattr(step_plan, "BLOCK_M", 8)
     torch.manual_seed(0)
-    backend, used = CPUBackend(), []
-    for name in ("attend", "gradients"):
-        real = getattr(triangles, name)
-        monkeypatch.setattr(
-            f"attndsl.backends.tiled.cpu.{name}",
-            lambda *x, real=real: used.append(real(*x)) or used[-1],
-        )
-    monkeypatch.setattr("attndsl.runtime.dispatch.CPUBackend", lambda: backend)
-    CACHES.invalidate(Reason.BACKENDS)
     q = torch.randn(2, rows, heads[0], 16, dtype=dtype).transpose(1, 2)
     k, v = torch.randn(2, 2, heads[1], first + rows + 2, 16, dtype=dtype)
     operands = [x.requires_grad_() for x in (q, k, v)]
     grad_out = torch.randn_like(q)
-
-    def run(name):
-        attention = attndsl.compile("causal()", backend=name)
-        out, lse = attention(*operands, q_offset=first, return_lse=True)
-        return out.detach(), lse.detach(), *torch.autograd.grad(out, operands, grad_out)
-
-    found, wanted = run("cpu"), run("reference")
-    assert len(used) == 2
-    assert None not in used
+    attention, where = attndsl.compile("causal()", backend="reference"), Location(first)
+    call = bind(attention.lowered.program, tuple(map(torch.Tensor.detach, operands)), {}, where)
+    triangle = triangle_of(attention.lowered, call)
+    out, lse = triangle.forward(attention.lowered, call)
+    backward = Backward(out, lse, grad_out, None, Wants(True, True, True))
+    grads = triangle.backward(attention.lowered, call, backward)
+    found = out, public_lse(lse), grads.q, grads.k, grads.v
+    out, lse = attention(*operands, q_offset=first, return_lse=True)
+    wanted = out, lse, *torch.autograd.grad(out, operands, grad_out)
     close = {"atol": 0.02, "rtol": 0.02} if dtype is torch.bfloat16 else {}
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, **close)
         assert one.stride() == other.stride()
-    CACHES.invalidate(Reason.BACKENDS)
 
 
 @pytest.mark.parametrize("length", [512, 1000])
@@ -180,7 +166,7 @@ def test_a_row_of_zeros_is_no_row_without_keys():
     call = bind(attention.lowered.program, (q, k, v), {}, Location(), CallOptions())
     triangle = triangle_of(attention.lowered, call)
     assert triangle is not None
-    assert triangles.attend(call, triangle) is not None
+    assert triangle.forward(attention.lowered, call) is not None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -7,8 +7,8 @@ import torch
 
 import attndsl
 from attndsl.backends.log_sum import public_lse
-from attndsl.backends.tiled import one_piece
 from attndsl.backends.tiled.cpu import CPUBackend
+from attndsl.backends.tiled.sdpa_single import single_call
 from attndsl.call.options import CallOptions, Location
 from attndsl.runtime.bind import bind
 
@@ -50,44 +50,38 @@ def _call(attention, rows, keys, q_offset=0, kv_offset=0, heads=(2, 2), **option
 
 
 @pytest.mark.parametrize(("case", "seen"), SEEN.items())
-def test_which_keys_all_rows_see(monkeypatch, case, seen):
+def test_which_keys_all_rows_see(case, seen):
     text, *numbers = case
     attention = attndsl.compile(text, backend="cpu")
     call = _call(attention, *numbers)
-    taken = []
-    real = one_piece.flash_attention
-    monkeypatch.setattr(
-        one_piece, "flash_attention", lambda *x, **y: taken.append(x[1].shape[2]) or real(*x, **y)
-    )
-    found = one_piece.in_one_piece(attention.lowered, call)
-    assert taken == ([] if seen is None else [seen[1] - seen[0]])
-    assert one_piece._live_keys(attention.lowered, call) == seen or attention.lowered.program.sink
-    if found is not None:
+    single = single_call(attention.lowered, call)
+    assert single == seen
+    if single is not None:
         reference = attndsl.compile(text, backend="reference")
         wanted = reference(
             call.q, call.k, call.v, q_offset=numbers[2], kv_offset=numbers[3], return_lse=True
         )
-        out, lse = found
+        out, lse = single.forward(attention.lowered, call)
         torch.testing.assert_close((out, public_lse(lse)), wanted)
 
 
 def test_many_rows_are_taken_apart():
     attention = attndsl.compile("score", backend="cpu")
-    assert one_piece.in_one_piece(attention.lowered, _call(attention, 8, 50)) is not None
-    assert one_piece.in_one_piece(attention.lowered, _call(attention, 9, 50)) is None
-    assert one_piece.in_one_piece(attention.lowered, _call(attention, 3, 50, heads=(6, 2))) is None
+    assert single_call(attention.lowered, _call(attention, 8, 50)) is not None
+    assert single_call(attention.lowered, _call(attention, 9, 50)) is None
+    assert single_call(attention.lowered, _call(attention, 3, 50, heads=(6, 2))) is None
 
 
 def test_given_tiles_and_positions_are_heeded():
     attention = attndsl.compile("causal()", backend="cpu")
     call = _call(attention, 1, 50, 49)
-    assert one_piece.in_one_piece(attention.lowered, call) is not None
+    assert single_call(attention.lowered, call) is not None
     index = torch.arange(50)
     for other in (
         call._replace(tiles=object()), call._replace(q_index=index[:1]),
         call._replace(kv_index=index), call._replace(q_offset=torch.tensor(49)),
     ):  # fmt: skip
-        assert one_piece.in_one_piece(attention.lowered, other) is None
+        assert single_call(attention.lowered, other) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -111,7 +105,7 @@ def test_results_are_those_of_a_forward(dtype, transposed, heads, rows):
             attention.lowered.program, (q, k, v), {}, Location(60, 0, None, None),
             CallOptions(out_dtype=wide),
         )  # fmt: skip
-        assert one_piece.in_one_piece(attention.lowered, call) is not None
+        assert single_call(attention.lowered, call) is not None
         out, lse = backend.forward(attention.lowered, call)
         wanted = reference(q, k, v, q_offset=60, return_lse=True, out_dtype=wide)
         torch.testing.assert_close((out, public_lse(lse)), wanted, **CLOSE.get(dtype, {}))

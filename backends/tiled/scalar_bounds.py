@@ -8,11 +8,11 @@ programs round to fp32 at each operation, and Python does not.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import DType, Op, toposort
 from attndsl.passes.evaluate import Environment, evaluate_in
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call
-    from .plan import Range
+    from .step_plan import Range
 
 _OTHERS = frozenset({Op.LOAD, Op.DOT, Op.SCORE, Op.POW})
 """What is more than a name or an operation on ints of 64 bits. A power may have any length."""
@@ -39,7 +39,7 @@ class _Orders(NamedTuple):
     """Of the values of rows."""
 
 
-class Bounds(NamedTuple):
+class ScalarBounds(NamedTuple):
     """The bounds of a call's mask. Positions are logical ones, and ranges are not empty."""
 
     orders: _Orders
@@ -72,7 +72,7 @@ class Bounds(NamedTuple):
         return evaluate_in(order, Environment(names))
 
 
-def bounds_of(lowered: Lowered, call: Call) -> Bounds | None:
+def bounds_of(lowered: Lowered, call: Call) -> ScalarBounds | None:
     """The bounds of a call's mask, or None where they are of more than numbers and positions."""
     sparsity = lowered.sparsity
     bounds, q_offset, kv_offset = sparsity.bounds, call.q_offset, call.kv_offset
@@ -88,7 +88,7 @@ def bounds_of(lowered: Lowered, call: Call) -> Bounds | None:
     if orders is None or len(params) < len(call.params):
         return None
     names = {**call.sizes, **params} if params else call.sizes
-    return Bounds(orders, names, q_offset, kv_offset)
+    return ScalarBounds(orders, names, q_offset, kv_offset)
 
 
 def boundary(holds: Callable[[int], bool], inside: int, outside: int) -> int:
@@ -102,7 +102,7 @@ def boundary(holds: Callable[[int], bool], inside: int, outside: int) -> int:
     return inside
 
 
-@lru_cache(maxsize=256)
+@memoised("orders of bounds of masks", 256)
 def _orders(may: Node, must: Node, rows: tuple[Node, ...]) -> _Orders | None:
     found = _Orders(_order(may), _order(must), tuple(map(_order, rows)))
     every = {item for order in (found.may, found.must, *found.rows) for item in order}

@@ -7,11 +7,11 @@ them, to add up gradients of captured tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, dependencies, toposort
 from attndsl.passes.inside import reads_inside
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
 
     from ..base import Call
-    from .plan import Range, Step
+    from .step_plan import QueryStep, Range
 
 
 def work_dtype(call: Call) -> torch.dtype:
@@ -42,7 +42,7 @@ class Expressions:
         self.nothing = torch.empty((1, 1, 1, 1), dtype=work_dtype(call), device=call.q.device)
         """A score for tiles of expressions that read none."""
         self._base = scope_of(call, self.nothing)
-        self._step: Step | None = None
+        self._step: QueryStep | None = None
         """The step of the last tile, and what its tiles share."""
         self._ranges: dict[str, Range] = {}
         self._variables: dict[str, torch.Tensor] = {}
@@ -58,7 +58,7 @@ class Expressions:
         self._lengths = {"b": call.q.shape[0], "h": call.q.shape[1], "hkv": call.q.shape[1],
                          "q": call.q.shape[2], "kv": call.k.shape[2]}  # fmt: skip
 
-    def tile(self, step: Step, columns: Range, score: torch.Tensor) -> Tile:
+    def tile(self, step: QueryStep, columns: Range, score: torch.Tensor) -> Tile:
         """The tile of ``step`` at ``columns``, with ``score`` (batch, heads, rows, columns)."""
         base = self._base
         if step is not self._step:
@@ -104,7 +104,7 @@ class _Order(NamedTuple):
     """Those of the nodes that vary with rows alone, or with keys alone, and are operations."""
 
 
-@lru_cache(maxsize=256)
+@memoised("orders of operations on tiles", 256)
 def _order_of(roots: tuple[Node, ...]) -> _Order:
     varies, every = dependencies(*roots), list(toposort(*roots))
     needed, lines = set(roots), set()
@@ -155,18 +155,21 @@ class Tile:
                 values[item] = RULES[item.op](item, args, self.scope)
         return values
 
-    def view(self, load: Node, tensor: torch.Tensor) -> torch.Tensor | None:
-        """View of ``tensor``, of four dims, that has the elements ``load`` looks up, or None."""
-        names = [str(arg.value) if arg.op is Op.VAR else "" for arg in load.args]
+    def view(self, indices: tuple[Node, ...], tensor: torch.Tensor) -> torch.Tensor | None:
+        """View of ``tensor`` that has what is at ``indices``, or None where there is none.
+
+        It has the four dims of pairs in place of the indices', and the further ones of ``tensor``.
+        """
+        names = [str(arg.value) if arg.op is Op.VAR else "" for arg in indices]
         if len({_DIMS.get(name) for name in names}) < len(names):
             return None
         spans = [self.ranges.get(name, (-1, -1)) for name in names]
-        if not reads_inside(spans, tensor.shape):
+        if not reads_inside(spans, tensor.shape[: len(names)]):
             return None
         for dim, (start, stop) in enumerate(spans):
             tensor = tensor.narrow(dim, start, stop - start)
         order = sorted(range(len(names)), key=lambda dim: _DIMS[names[dim]])
-        tensor = tensor.permute(order)
+        tensor = tensor.permute(*order, *range(len(names), tensor.dim()))
         present = {_DIMS[name] for name in names}
         for dim in range(4):
             if dim not in present:
@@ -175,7 +178,7 @@ class Tile:
 
     def _load(self, load: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
         tensor = self.scope.tensors[str(load.value)]
-        found = self.view(load, tensor)
+        found = self.view(load.args, tensor)
         if found is None:
             args = tuple(values[arg] for arg in load.args)
             return RULES[Op.LOAD](load, args, self.scope)

@@ -14,11 +14,11 @@ Non-goals: contractions within kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, dependencies, leaf_names, sides, toposort, var
 from attndsl.passes.widen import with_heads_apart
 from attndsl.pipeline import lower_program
@@ -28,8 +28,8 @@ from ..dense.rows import rows_at
 from ..log_sum import LogSum
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from .capture_gradients import CaptureSums
-from .plan import Step
-from .torch_tiles import Expressions, work_dtype
+from .step_plan import QueryStep
+from .tile_expressions import Expressions, work_dtype
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program, Side
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Wants
-    from .torch_tiles import Tile
+    from .tile_expressions import Tile
 
 MAX_WIDTH = 256
 """Head dim that kernels take at most."""
@@ -165,7 +165,7 @@ def _width_of(lowered: Lowered, call: Call) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _TermRows:
     """One side of a term, for all its rows."""
 
     side: Side
@@ -178,30 +178,12 @@ class _Rows:
 
     def plain(self) -> torch.Tensor:
         """(batch or 1, heads or 1, length or 1, width); a view where indices count rows up."""
-        view = self._view()
-        if view is not None:
-            return view
-        indices = self.tile.evaluate(*self.side.indices)
-        found = rows_at(self.call.tensors[self.side.name], indices)
+        tensor, indices = self.call.tensors[self.side.name], self.side.indices
+        found = self.tile.view(indices, tensor)
+        if found is None:
+            found = rows_at(tensor, self.tile.evaluate(*indices))
         # One of the dims of queries and keys is 1.
         return found.flatten(2, 3)
-
-    def _view(self) -> torch.Tensor | None:
-        """View of the rows looked up, if each index is a name that counts up to the dim's size."""
-        tensor = self.call.tensors[self.side.name]
-        names = [str(arg.value) if arg.op is Op.VAR else "" for arg in self.side.indices]
-        dims = [{"b": 0, "h": 1, "hkv": 1, "q": 2, "kv": 2}.get(name) for name in names]
-        if len(set(dims)) < len(dims) or None in dims:
-            return None
-        for name, size in zip(names, tensor.shape, strict=False):
-            if self.tile.ranges.get(name) != (0, size):
-                return None
-        order = sorted(range(len(names)), key=lambda dim: dims[dim] or 0)
-        tensor = tensor.permute(*order, tensor.dim() - 1)
-        for dim in range(3):
-            if dim not in dims:
-                tensor = tensor.unsqueeze(dim)
-        return tensor
 
     def scaled(self, factor: float) -> torch.Tensor:
         """Rows of :meth:`plain`, times the side's factor and another one, in the dtype of q."""
@@ -358,7 +340,7 @@ class Wide:
         return arranged_like(parts.sum(2, dtype=work_dtype(self._given)), like, dtype)
 
 
-@lru_cache(maxsize=256)
+@memoised("programs with heads apart", 256)
 def _with_heads_apart(program: Program) -> tuple[Lowered, str]:
     """Lowered program, and name, that :func:`~attndsl.passes.widen.with_heads_apart` gives."""
     found, name = with_heads_apart(program)
@@ -372,20 +354,20 @@ def _tile(call: Call, along: str) -> Tile:
         columns = (0, min(1, columns[1]))
     else:
         rows = (0, min(1, rows[1]))
-    step = Step((0, call.q.shape[0]), (0, call.q.shape[1]), rows, ())
+    step = QueryStep((0, call.q.shape[0]), (0, call.q.shape[1]), rows, ())
     # Nothing reads the score.
     score = torch.empty((1, 1, 1, 1), dtype=work_dtype(call), device=call.q.device)
     return Expressions(call).tile(step, columns, score)
 
 
-def _queries(term: Term, call: Call, tile: Tile) -> _Rows:
+def _queries(term: Term, call: Call, tile: Tile) -> _TermRows:
     left, _ = sides(term.product)
-    return _Rows(left, None if _is_of_keys(term) else _or_none(term.factor), call, tile)
+    return _TermRows(left, None if _is_of_keys(term) else _or_none(term.factor), call, tile)
 
 
-def _keys(term: Term, call: Call, tile: Tile) -> _Rows:
+def _keys(term: Term, call: Call, tile: Tile) -> _TermRows:
     _, right = sides(term.product)
-    return _Rows(right, term.factor if _is_of_keys(term) else None, call, tile)
+    return _TermRows(right, term.factor if _is_of_keys(term) else None, call, tile)
 
 
 def _or_none(factor: Node) -> Node | None:
@@ -426,7 +408,7 @@ def _joined(own: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
     return found
 
 
-def _parts(grad: torch.Tensor, call: Call, sides_of_terms: list[_Rows]) -> list[torch.Tensor]:
+def _parts(grad: torch.Tensor, call: Call, sides_of_terms: list[_TermRows]) -> list[torch.Tensor]:
     """The parts of a gradient that belong to each of the contractions' rows."""
     widths = [rows.call.tensors[rows.side.name].shape[-1] for rows in sides_of_terms]
     begin = call.q.shape[3]

@@ -4,14 +4,14 @@ Where a mask depends on the distance ``q - kv`` alone, as causal masks and windo
 a diagonal have the same live pairs. A call has many such tiles and few diagonals: see M46 in
 docs/measured.md.
 
-Non-goals: which tiles there are (:mod:`.plan`).
+Non-goals: which tiles there are (:mod:`.step_plan`).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from attndsl.foundation.caches import memoised
 from attndsl.ir import reads_score
 from attndsl.passes.distance import meets_distances_alone
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
 
     from ..base import Call
-    from .plan import Range, Step
-    from .torch_tiles import Expressions
+    from .step_plan import QueryStep, Range
+    from .tile_expressions import Expressions
 
 _KEPT = 16
 """Tiles of a call that are kept."""
 
 
-class Lives:
+class LiveMasks:
     """The live pairs of a call's tiles."""
 
     def __init__(self, mask: Node | None, call: Call, expressions: Expressions) -> None:
@@ -40,7 +40,7 @@ class Lives:
         )  # fmt: skip
         self._kept: dict[object, torch.Tensor] = {}
 
-    def key(self, step: Step, *columns: Range) -> tuple[object, ...] | None:
+    def key(self, step: QueryStep, *columns: Range) -> tuple[object, ...] | None:
         """Key that tiles with the same live pairs share; None unless distances decide them."""
         if not self._on_diagonals:
             return None
@@ -48,7 +48,9 @@ class Lives:
         places = tuple((start - first, stop - first) for start, stop in columns)
         return step.batches, step.heads, step.rows[1] - first, places
 
-    def of(self, step: Step, columns: Range, score: torch.Tensor | None = None) -> torch.Tensor:
+    def of(
+        self, step: QueryStep, columns: Range, score: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The tile of ``step`` at ``columns``, bool, each of four dims of full size or 1.
 
         It is not to be written to. A mask that reads the ``score`` needs it.
@@ -64,7 +66,7 @@ class Lives:
         return found
 
 
-@lru_cache(maxsize=256)
+@memoised("uses of distances in masks", 256)
 def is_by_distance(mask: Node) -> bool:
     """Return True if pairs of one distance are all live or all dead. To find out takes 0.1 ms."""
     return not reads_score(mask) and meets_distances_alone(mask)

@@ -7,33 +7,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attndsl.backends.device.library import row_statistics
+from attndsl.backends.emit.template import IEEE
+from attndsl.backends.emit.tile_lists import generate_lists
+from attndsl.backends.generated.source import with_all_tangents
+from attndsl.backends.gradients.pairs import exact_captures
+from attndsl.backends.gradients.terms import is_plain, terms_of
+from attndsl.backends.kernels.arguments import arguments_of
+from attndsl.backends.kernels.compile import build, load_module
+from attndsl.backends.kernels.failures import KernelError
+from attndsl.backends.kernels.kernel import Job
+from attndsl.backends.kernels.machine import machine_of
+from attndsl.backends.kernels.modules import list_config
+from attndsl.backends.kernels.tile_lists import STATISTICS_ROWS
+from attndsl.backends.triton.kernels import FIXED, KERNELS
 from attndsl.errors import BackendError
-
-from ..device.library import row_statistics
-from ..emit.template import IEEE
-from ..emit.tile_lists import generate_lists
-from ..gradients.pairs import exact_captures
-from ..gradients.terms import is_plain, terms_of
-from ..kernels.arguments import arguments_of
-from ..kernels.compile import build, load_module
-from ..kernels.failures import KernelError
-from ..kernels.kernel import Job
-from ..kernels.machine import machine_of
-from ..kernels.modules import list_config
-from ..kernels.tile_lists import STATISTICS_ROWS
-from ..triton.kernels import FIXED, KERNELS
-from .source import with_all_tangents
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from attndsl.backends.emit.facts import KernelFacts
+    from attndsl.backends.kernels.compile import Argument
+    from attndsl.backends.kernels.config import Config
+    from attndsl.backends.kernels.kernel import Kernel
+    from attndsl.backends.kernels.machine import Machine
     from attndsl.pipeline import Lowered
-
-    from ..emit.facts import KernelFacts
-    from ..kernels.compile import Argument
-    from ..kernels.config import Config
-    from ..kernels.kernel import Kernel
-    from ..kernels.machine import Machine
 
 PORTABLE: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
 """The portable kernels by their names."""

@@ -13,29 +13,27 @@ squares a row meets, and in which order, depends on its position among the keys 
 part have the bits of the whole where the part begins and ends at tiles. torch's results for a row
 are the same for any number of whole tiles. See M58 in docs/measured.md.
 
-Non-goals: masks other than ``row + first >= key`` (:mod:`.plan`), sinks, gradients of captures.
+Non-goals: masks other than ``row + first >= key`` (:mod:`.step_plan`), sinks,
+gradients of captures.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from attndsl.foundation.caches import BoundedCache
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
-from ..log_sum import LogSum, of_one_number, public_lse, settled
-from ..memory_order import arranged_like, empty_like, wide_dtype
-from . import plan
-from .by_numbers import boundary, bounds_of
-from .flash import flash_attention, flash_gradients, is_spoilt
-from .lives import is_by_distance
-from .merging import merge_
-from .spans import matrices
-from .torch_tiles import work_dtype
+from ..log_sum import LogSum, of_one_number, public_lse
+from . import step_plan
+from .live_masks import is_by_distance
+from .matrices import Results, add_part, gradient_like, matrices
+from .scalar_bounds import boundary, bounds_of
+from .sdpa import flash_attention, flash_gradients, is_nan, is_spoilt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,12 +41,13 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call
-    from .by_numbers import Bounds
+    from .scalar_bounds import ScalarBounds
 
 
 _FAR = POSITION_LIMIT // 2
 _MOST = _FAR // 2
 """Of the least live distance."""
+_MAX_TRIANGLES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +119,78 @@ class Triangle:
             yield Squares(row, whole[0], size, size, len(whole), 2 * size)
         yield from clipped
 
+    def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See :class:`.cpu.Strategy`."""
+        q, k, v = _operands(call)
+        results = Results(call)
+        for squares in self.squares():
+            keys, values = squares.of_keys(k), squares.of_keys(v)
+            for member in range(q.shape[1]):
+                part, lse = flash_attention(
+                    squares.of_rows(q[:, member]), keys, values, is_causal=squares.causal,
+                    scale=call.scale,
+                )  # fmt: skip
+                if is_spoilt(part, lse):
+                    return None
+                total = squares.of_rows(results.out[:, member])
+                total_lse = [squares.of_rows(x[:, member]) for x in results.lse]
+                own_lse = LogSum(*of_one_number(lse.unsqueeze(-1)))
+                if squares.causal:
+                    total.copy_(part)
+                else:
+                    # An exponential's last bit depends on where in memory its power lies.
+                    before = LogSum(*(x.contiguous() for x in total_lse))
+                    own_lse = add_part(total, before, part, own_lse)
+                for x, own in zip(total_lse, own_lse, strict=True):
+                    x.copy_(own)
+        return results.as_given()
+
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients | None:
+        """See :class:`.cpu.Strategy`."""
+        q, k, v = _operands(call)
+        out, grad_out = matrices(backward.out, call), matrices(backward.grad_out, call)
+        lse = matrices(public_lse(backward.lse).unsqueeze(-1), call)
+        # exp(score - inf) is 0: rows whose scores are all -inf have no weights.
+        lse = torch.where(lse == -torch.inf, torch.inf, lse)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for squares in self.squares():
+            keys, values = squares.of_keys(k), squares.of_keys(v)
+            for member in range(q.shape[1]):
+                part_q, part_k, part_v = flash_gradients(
+                    squares.of_rows(grad_out[:, member]),
+                    (squares.of_rows(q[:, member]), keys, values),
+                    (squares.of_rows(out[:, member]), squares.of_rows(lse[:, member]).squeeze(-1)),
+                    is_causal=squares.causal, scale=call.scale,
+                )  # fmt: skip
+                total = squares.of_rows(dq[:, member])
+                if not squares.causal:
+                    total.add_(part_q)
+                elif is_nan(part_q, part_v):
+                    return None
+                else:
+                    total.copy_(part_q)
+                squares.of_keys(dk).add_(part_k)
+                squares.of_keys(dv).add_(part_v)
+        wants = backward.wanted
+        return Gradients(
+            q=gradient_like(dq, call.q, wants) if wants.q else None,
+            k=gradient_like(dk, call.k, wants) if wants.k else None,
+            v=gradient_like(dv, call.v, wants) if wants.v else None,
+        )
+
+
+def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries (matrices, group, rows, dim), and keys and values (matrices, keys, dim)."""
+    return matrices(call.q, call), matrices(call.k, call)[:, 0], matrices(call.v, call)[:, 0]
+
 
 class Triangles:
     """Finds triangles; remembers those that depend on nothing but numbers."""
 
     def __init__(self) -> None:
-        self._kept = plan.Kept[Triangle | None]()
+        self._kept: BoundedCache[tuple[Triangle | None]] = BoundedCache(
+            "triangles by mask, numbers", _MAX_TRIANGLES
+        )
 
     def of(self, lowered: Lowered, call: Call) -> Triangle | None:
         """The live pairs of a call of plain scores, or None where they are no such triangle.
@@ -134,14 +199,15 @@ class Triangles:
         """
         if not call.scale > 0.0:  # What is kept is a matter of the mask.
             return None
-        return self._kept.of(
-            plan.numbers_of(lowered, call), lambda: triangle_of(lowered, call), lambda _: True
-        )
+        numbers = step_plan.numbers_of(lowered, call)
+        if numbers is None:
+            return triangle_of(lowered, call)
+        return self._kept.get_or_make(numbers, lambda: (triangle_of(lowered, call),))[0]
 
 
 def triangle_of(lowered: Lowered, call: Call) -> Triangle | None:
     """The live pairs of a call of plain scores, or None where they are no such triangle."""
-    mask, rows, side = lowered.program.mask, call.q.shape[2], plan.BLOCK_M
+    mask, rows, side = lowered.program.mask, call.q.shape[2], step_plan.BLOCK_M
     if (
         mask is None or lowered.program.sink is not None or 0 in (*call.q.shape, *call.k.shape)
         or not is_by_distance(mask)
@@ -156,7 +222,7 @@ def triangle_of(lowered: Lowered, call: Call) -> Triangle | None:
     return Triangle(first, rows, side)
 
 
-def _least_distance(bounds: Bounds) -> int | None:
+def _least_distance(bounds: ScalarBounds) -> int | None:
     """The least live ``q - kv`` of a mask of distances, where no greater one is dead; or None.
 
     It is a matter of all distances, not of those that a call has: one process may have all rows of
@@ -170,85 +236,3 @@ def _least_distance(bounds: Bounds) -> int | None:
         return None
     live = boundary(all_live_from, _MOST, -_MOST)
     return None if bounds.may((0, _FAR), (_FAR - live, 2 * _FAR)) else live
-
-
-def attend(call: Call, triangle: Triangle) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Output and log-sum-exp of a call, or None where torch may have spoiled them.
-
-    Returns:
-        As :meth:`attndsl.backends.base.Backend.forward`.
-    """
-    q, k, v = matrices(call.q, call), _keys(call.k, call), _keys(call.v, call)
-    out = empty_like(call.q, call.v.shape[3], wide_dtype(call.wide))
-    at_once = out.dtype is q.dtype and out.is_contiguous()
-    result = (out if at_once else q.new_empty(out.shape)).view(q.shape)
-    # No view is returned: torch refuses to write to views that an autograd function returns.
-    lse_of_all = q.new_empty((2, *call.q.shape[:3]))
-    logarithm = lse_of_all.view(2, *q.shape[:-1], 1)
-    for squares in triangle.squares():
-        keys, values = squares.of_keys(k), squares.of_keys(v)
-        for member in range(q.shape[1]):
-            part, lse = flash_attention(
-                squares.of_rows(q[:, member]), keys, values, is_causal=squares.causal,
-                scale=call.scale,
-            )  # fmt: skip
-            if is_spoilt(part, lse):
-                return None
-            total = squares.of_rows(result[:, member])
-            total_lse = [squares.of_rows(x[:, member]) for x in logarithm]
-            own_lse = LogSum(*of_one_number(lse.unsqueeze(-1)))
-            if squares.causal:
-                total.copy_(part)
-            else:
-                # An exponential's last bit depends on where in memory its power lies.
-                before = LogSum(*(x.contiguous() for x in total_lse))
-                own_lse = merge_(total, before, part, own_lse)
-            for x, own in zip(total_lse, own_lse, strict=True):
-                x.copy_(own)
-    if not at_once:
-        out.copy_(result.view(out.shape))
-    return out, settled(lse_of_all)
-
-
-def gradients(call: Call, backward: Backward, triangle: Triangle) -> Gradients | None:
-    """Gradients of q, k and v by the output's, or None where torch may have spoiled them."""
-    q, k, v = matrices(call.q, call), _keys(call.k, call), _keys(call.v, call)
-    out, grad_out = matrices(backward.out, call), matrices(backward.grad_out, call)
-    lse = matrices(public_lse(backward.lse).unsqueeze(-1), call)
-    # exp(score - inf) is 0: rows whose scores are all -inf have no weights.
-    lse = torch.where(lse == -torch.inf, torch.inf, lse)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for squares in triangle.squares():
-        keys, values = squares.of_keys(k), squares.of_keys(v)
-        for member in range(q.shape[1]):
-            part_q, part_k, part_v = flash_gradients(
-                squares.of_rows(grad_out[:, member]),
-                (squares.of_rows(q[:, member]), keys, values),
-                (squares.of_rows(out[:, member]), squares.of_rows(lse[:, member]).squeeze(-1)),
-                is_causal=squares.causal, scale=call.scale,
-            )  # fmt: skip
-            total = squares.of_rows(dq[:, member])
-            if squares.causal:
-                # The gradients of a dead pair are products with 0, which NaN and infinities spoil.
-                if math.isnan(float(part_q.sum()) + float(part_v.sum())):
-                    return None
-                total.copy_(part_q)
-            else:
-                total.add_(part_q)
-            squares.of_keys(dk).add_(part_k)
-            squares.of_keys(dv).add_(part_v)
-    wants, dtype = backward.wanted, wide_dtype(backward.wanted.wide)
-
-    def like(found: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return arranged_like(found.view(given.shape), given, dtype)
-
-    return Gradients(
-        q=like(dq, call.q) if wants.q else None,
-        k=like(dk, call.k) if wants.k else None,
-        v=like(dv, call.v) if wants.v else None,
-    )
-
-
-def _keys(tensor: torch.Tensor, call: Call) -> torch.Tensor:
-    """Keys or values as contiguous (batch * kv_heads, length, width)."""
-    return tensor.to(work_dtype(call)).contiguous().flatten(0, 1)
