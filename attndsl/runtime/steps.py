@@ -203,16 +203,18 @@ def signature_of(
         return None
     if q.is_neg() or k.is_neg() or v.is_neg():
         return None
-    if captures and any(isinstance(x, torch.Tensor) and x.is_neg() for x in captures.values()):
-        return None
+    kinds = []
+    for name, value in captures.items():
+        if isinstance(value, torch.Tensor) and value.is_neg():
+            return None
+        kinds.append((name, kind_of_capture(value)))
     if names and any(type(captures.get(name)) not in _NUMBERS for name in names):
         return None
     return (
         requests, q.shape[1:], q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype,
         k.device, v.shape, v.stride(), kind_of_capture(cache.k_scale),
         kind_of_capture(cache.v_scale), step.heads, step.kv_heads, step.h_offset,
-        type(step.scale), dtype, step.return_lse,
-        *[(name, kind_of_capture(value)) for name, value in captures.items()],
+        type(step.scale), dtype, step.return_lse, *kinds,
         *(dims_key(names, captures) if names else ()),
     )  # fmt: skip
 
