@@ -15,7 +15,7 @@ from attndsl.call.prepared import PreparedCalls, check_has_lse
 from attndsl.call.signature import PLAIN_TENSORS, facts_of
 from attndsl.compiled import MAX_VARIANTS, Traced
 from attndsl.errors import ArgumentError, UnsupportedError
-from attndsl.foundation.caches import BoundedCache
+from attndsl.foundation.caches import BoundedCache, Reason
 from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
 from attndsl.refusals import refuse_call
@@ -77,7 +77,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         self._variants = BoundedCache("programs of calls by absent captures", MAX_VARIANTS)
         self._traced = Traced()
         self._by_token = speaks_of_tokens(program)
-        self._steps = {}
+        self._steps = BoundedCache("prepared steps", 4096, Reason.BACKENDS, Reason.KERNELS)
         self._prepared = PreparedCalls(facts_of(program, backend, checked, warns))
 
     def _like(self, spec: str, defaults: dict[str, Any]) -> Attention:

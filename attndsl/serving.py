@@ -2,96 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.base import NONE, ReadsPages, Signature
-from attndsl.backends.memory_order import rows_contiguous
+from attndsl.backends.base import ReadsPages, Signature
 from attndsl.call.options import CallOptions, Location
 from attndsl.call.prepared import check_has_lse
 from attndsl.compiled import Compiled
-from attndsl.errors import (
-    ArgumentError,
-    AttnDSLError,
-    UnsupportedError,
-)
+from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.logs import tell_once
 from attndsl.runtime.appending import FP8
 from attndsl.runtime.arguments import is_wide
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.bind import bind
-from attndsl.runtime.chunks import (
-    MOST_FEW,
-    Chunked,
-    capacity_of,
-    empty_slots,
-    example_operands,
-    found_chunks,
-    has_formulas,
-    location_of_slots,
-    slots_of,
-    visits_beyond,
-)
-from attndsl.runtime.dispatch import backend_of, choose_backend, tell_choice
-from attndsl.runtime.packed import (
-    Run,
-    Step,
-    keys_of_run,
-    location_of,
-    queries_of,
-    runs_by_values,
-    runs_of,
-    store,
-)
-from attndsl.runtime.paged import PagedCache, is_at_hand, looks_at_values
-from attndsl.runtime.parts import terms_of
-from attndsl.runtime.plans import (
-    ServingPlan,
-    held_by,
-    in_capture,
-    key_of_layer,
-    layer_of,
-    versions_of,
-)
+from attndsl.runtime.chunks import MOST_FEW, capacity_of, found_chunks, prepared_chunks
+from attndsl.runtime.dispatch import choose_backend
+from attndsl.runtime.packed import Run, Step, location_of, rows_of, runs_by_values, runs_of, store
+from attndsl.runtime.paged import PagedCache, gathered, is_at_hand, looks_at_values
+from attndsl.runtime.plans import ServingPlan, held_by, in_capture, versions_of
 from attndsl.runtime.programs import point_into, pointing_into
-from attndsl.runtime.step_checks import (
-    PackedQueries,
-    check_queries,
-    check_step,
-    check_step_values,
-    packed_queries,
-)
+from attndsl.runtime.step_checks import check_batch, check_queries, check_step_values
 from attndsl.runtime.steps import (
-    Prepared,
-    Request,
+    PreparedStep,
     are_positions_right,
-    key_of_step,
     pages_of,
     prepared_step,
-    with_signs,
+    signature_of,
+    signature_of_requests,
 )
 from attndsl.runtime.values import check_values, refuse_wrapped
 from attndsl.runtime.variants import dims_of_one
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from attndsl.backends.base import Call, Scalar
     from attndsl.compiled import Captures
+    from attndsl.foundation.caches import BoundedCache
 
 READS_PAGES = "decode"
 """The backend whose kernels do. It has to be asked for: for trees of drafts and chunks of prompts
 there is no measured time yet (``docs/serving.md``)."""
-_INTS = (torch.int32, torch.int64)
-_MAX_SIGNATURES = 4096
-
-
-class _Rest(NamedTuple):
-    """Arguments of a step beside its tensors: heads, scale and output dtype."""
-
-    heads: Location
-    """Which heads it has."""
-    scale: float
-    out_dtype: torch.dtype
 
 
 class Serving(Compiled):
@@ -102,7 +54,7 @@ class Serving(Compiled):
     """Params that declared dims depend on."""
     _by_token: bool
     """Whether the program speaks of tokens, or of their number."""
-    _steps: dict[tuple[object, ...], Prepared]
+    _steps: BoundedCache[PreparedStep]
     """By signature: steps that kernels for pages have run."""
 
     def serve(
@@ -175,15 +127,12 @@ class Serving(Compiled):
                 )
             most_queries = plan.most_queries if most_queries is None else most_queries
             most_chunks = plan.most_chunks if most_chunks is None else most_chunks
-        request = Request(
-            q, cache, starts, q_index, (most_queries, most_chunks, heads, kv_heads, h_offset),
-            scale, (out_dtype, bool(return_lse)),
+        step = Step(
+            q, cache, starts, q_index, most_queries, most_chunks, heads, kv_heads, h_offset, scale,
+            out_dtype, bool(return_lse),
         )  # fmt: skip
-        given: Captures = self._given(captures, named)
-        if plan is None:
-            found = self._serve(request, given, None)
-        else:
-            found = self._serve_planned(request, given, plan)
+        given = {**self._defaults, **named} if captures is None else self._given(captures, named)
+        found = self._serve(step, given, plan)
         return found if return_lse else found[0]
 
     def plan(
@@ -216,13 +165,13 @@ class Serving(Compiled):
             BackendError: The program's backend cannot run on the device.
         """
         _refuse_graphs()
-        step = PackedQueries(cache, starts, tokens, q_index, (most_queries, most_chunks))
-        check_step(step)
-        device, held = cache.table.device, held_by(cache, starts, q_index)
+        no_queries: Any = None
+        step = Step(no_queries, cache, starts, q_index, most_queries, most_chunks)
+        check_batch(step, tokens)
+        device, held, most = cache.table.device, held_by(step), most_queries
         is_looked_at = self._checked or looks_at_values(cache.table)
         if is_looked_at:
-            check_step_values(step)
-        most = most_queries
+            check_step_values(step, tokens)
         if self._checked:
             most = None
         elif most is None and not is_at_hand(cache.table):
@@ -232,97 +181,72 @@ class Serving(Compiled):
             choose_backend(self._backend, device, False, cache.k_pages.dtype)
             capacity = capacity_of(tokens, cache.batch, most, most_chunks)
             if capacity and most and cache.room:
-                numbers = (tokens, cache.room, most)
-                found = found_chunks(starts, cache.lengths, capacity, numbers)
+                sizes = tokens, cache.room, most
+                found = found_chunks(starts, cache.lengths, capacity, *sizes)
         if most is None:
-            runs = tuple(runs_by_values(starts, cache))
+            runs = tuple(runs_by_values(starts, cache.lengths))
         depends = is_looked_at or runs is not None or found is not None
         return ServingPlan(
             tokens, most_queries, most_chunks, self._lowered.digest, held,
             (cache.k_pages.shape[0], cache.page_size), runs, found,
             versions_of(held) if depends else None, in_capture(device),
+            signature_of_requests(step, tokens, self._by_token),
         )  # fmt: skip
 
-    def _serve_planned(
-        self, request: Request, given: Captures, plan: ServingPlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp of a layer of a plan."""
-        if not isinstance(request.q, torch.Tensor) or not isinstance(request.cache, PagedCache):
-            check_queries(request)
-        plan.check(self._lowered.digest, request)
-        layers, key = plan.layers, None
-        if self._backend == READS_PAGES and not self._checked:
-            key = key_of_layer(request, given, self._dims)
-        layer = None if key is None else layers.get(key)
-        if layer is None:
-            found = self._serve(request, given, plan)
-            step = key_of_step(request, given, self._dims, self._by_token)
-            prepared = None if key is None or step is None else self._steps.get(step)
-            if key is not None and prepared is not None:
-                layers[key] = layer_of(prepared, request, given)
-            return found
-        _check_forward(request, given)
-        try:
-            return layer.run(request, given, plan.found)
-        except AttnDSLError as error:
-            point_into(error, self._source)
-            raise
-
     def _serve(
-        self, request: Request, given: Captures, plan: ServingPlan | None
+        self, step: Step, given: Captures, plan: ServingPlan | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of a step whose signature may be known."""
-        q, key = request.q, None
+        key = requests = found = None
+        if plan is not None:
+            if not isinstance(step.q, torch.Tensor) or not isinstance(step.cache, PagedCache):
+                check_queries(step)
+            plan.check(self._lowered.digest, step)
+            requests, found = plan.signature, plan.found
         if self._backend == READS_PAGES and not self._checked:
-            key = key_of_step(request, given, self._dims, self._by_token)
+            key = signature_of(step, given, self._dims, self._by_token, requests)
         prepared = None if key is None else self._steps.get(key)
         if prepared is None:
-            return self._serve_anew(request, given, key, plan)
-        _check_forward(request, given)
-        if plan is None and looks_at_values(q):
-            check_step_values(packed_queries(request))
+            return self._serve_anew(step, given, key, plan)
+        _refuse_gradients(step, given)
+        if plan is None and looks_at_values(step.q):
+            check_step_values(step, step.q.shape[0])
         try:
-            return prepared.run(request, given, None if plan is None else plan.found)
+            return prepared.run(step, given, found)
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self._source)
             raise
 
     def _serve_anew(
-        self, request: Request, given: Captures, key: tuple[object, ...] | None,
-        plan: ServingPlan | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, step: Step, given: Captures, key: tuple[object, ...] | None, plan: ServingPlan | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of a step that is checked in full; ``key`` is its signature."""
-        q, cache, starts, q_index, numbers, scale, (out_dtype, return_lse) = request
-        most_queries: Any = numbers[0]
-        check_queries(request)
-        _check_forward(request, given)
-        is_wide("out_dtype", out_dtype, q.dtype)
+        check_queries(step)
+        q, cache, tokens = step.q, step.cache, step.q.shape[0]
+        floats = _refuse_gradients(step, given)
+        refuse_wrapped("serve", (*floats, step.starts, step.q_index, cache.table, cache.lengths))
+        is_wide("out_dtype", step.out_dtype, q.dtype)
         if plan is None and (self._checked or looks_at_values(q)):
-            check_step_values(packed_queries(request))
+            check_step_values(step, tokens)
+        most = step.most_queries
         if self._checked:
             # Rows that stand for no query may look up what is not there.
-            most_queries = None
-        elif most_queries is None and not is_at_hand(q):
-            most_queries = q.shape[0]
-        heads: Any = numbers[2:]
-        dtype: Any = q.dtype if out_dtype is None else out_dtype
-        of_heads = Location(heads=heads[0], kv_heads=heads[1], h_offset=heads[2])
-        own, given = self._of_step(q, cache, given, of_heads)
-        own._check_program(bool(return_lse))
+            most = None
+        elif most is None and not is_at_hand(q):
+            most = tokens
+        own, given = self._of_step(step, given)
+        own._check_program(step.return_lse)
         # Kernels read what is stored.
-        q, given = q.detach().resolve_neg(), with_signs(given)
-        step = Step(q, starts, q_index, most_queries, None if plan is None else plan.runs)
-        factor: Any = q.shape[2] ** -0.5 if scale is None else scale
-        rest = _Rest(of_heads, factor, dtype)
+        q = q.detach().resolve_neg()
+        given = {n: x.resolve_neg() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+        step = step._replace(q=q, most_queries=most, out_dtype=step.out_dtype or q.dtype)
         with torch.no_grad(), pointing_into(self._source):
-            prepared = own._prepared_step(step, request, given, rest)
+            prepared = own._prepared_step(step, given)
             if prepared is None:
-                return own._attend_step(step, cache, given, rest)
-            if key is not None and are_positions_right(request, step.most_queries or 0):
-                if len(self._steps) >= _MAX_SIGNATURES:
-                    self._steps.clear()
-                self._steps[key] = prepared
-            return prepared.run(request._replace(q=q), given, None if plan is None else plan.found)
+                return own._attend_step(step, given, None if plan is None else plan.runs)
+            if key is not None and are_positions_right(step):
+                self._steps.put(key, prepared)
+            return prepared.run(step, given, None if plan is None else plan.found)
 
     def _check_program(self, return_lse: bool) -> None:
         """Refuse programs that draw numbers, and those without what is asked for.
@@ -341,119 +265,73 @@ class Serving(Compiled):
         if return_lse:
             check_has_lse(program)
 
-    def _of_step(
-        self, q: torch.Tensor, cache: PagedCache, given: Captures, of_heads: Location
-    ) -> tuple[Serving, Captures]:
+    def _of_step(self, step: Step, given: Captures) -> tuple[Serving, Captures]:
         """The program of a step, and its captures; see :meth:`Compiled.variant`."""
         own, given = self.variant(given)
+        q, cache = step.q, step.cache
         sizes: dict[str, int | None] = {
             "batch": cache.batch, "heads": q.shape[1], "kv_heads": cache.k_pages.shape[2],
             "q_len": cache.room, "kv_len": cache.room, "head_dim": q.shape[2],
         }  # fmt: skip
-        ones = dims_of_one(own._lowered.written, given, sizes, of_heads)
+        heads = Location(heads=step.heads, kv_heads=step.kv_heads, h_offset=step.h_offset)
+        ones = dims_of_one(own._lowered.written, given, sizes, heads)
         return (own._variant((), ones) if ones else own), given
 
-    def _prepared_step(
-        self, step: Step, request: Request, given: Captures, rest: _Rest
-    ) -> Prepared | None:
+    def _prepared_step(self, step: Step, given: Captures) -> PreparedStep | None:
         """Prepare steps like this for kernels that read pages; None if keys are gathered."""
-        cache = request.cache
-        tokens, heads, dim = step.q.shape
+        cache, most = step.cache, step.most_queries
         # None of 0 queries, and capacities that are not known.
-        if self._backend != READS_PAGES or not (step.most_queries and tokens * cache.batch):
+        if self._backend != READS_PAGES or not (most and step.q.shape[0] * cache.batch):
             return None
-        # Not less where there are fewer tokens: tiles, and so the bits, follow from it.
-        most = step.most_queries
-        q = rows_contiguous(step.q)
-        chunked = self._chunked(step._replace(q=q), request, given, rest)
+        chunked = prepared_chunks(self._lowered, self.name, step, given)
         if chunked is not None:
             most = MOST_FEW
-        kv_heads, value_dim = cache.k_pages.shape[2], cache.v_pages.shape[3]
-        # Of q, k and v such a call tells sizes. What is read are the pages.
-        queries, k, v = (
-            q.new_empty((1, 1, 1, width)).expand(cache.batch, count, length, -1)
-            for count, length, width in (
-                (heads, most, dim), (kv_heads, cache.room, dim), (kv_heads, cache.room, value_dim)
-            )
-        )  # fmt: skip
+        # Not fewer rows where there are fewer tokens: tiles, and so the bits, follow from them.
         run = Run(slice(0, cache.batch), most, cache.room, False)
-        wide = None if rest.out_dtype is q.dtype else rest.out_dtype
-        call = self._call_of_run((queries, k, v), step, cache, run, given, rest, wide)
+        # Such a call tells sizes. What is read are the pages.
+        operands = step.stand_ins(cache.batch, most)
+        call = self._call_of_run(operands, step, run, given, step.wide)
         backend, lowered, own = self._dispatched(call)
         if not isinstance(backend, ReadsPages):
             return None
-        reason = backend.why_not_pages(lowered, own, pages_of(request._replace(q=q), ()))
+        reason = backend.why_not_pages(lowered, own, pages_of(step, ()))
         if reason is not None:
             tell_once(f"{self.name}: keys are gathered: {reason}")
             return None
         call = call._replace(signature=Signature(self.name))
-        return prepared_step(backend, self._lowered, call, given)._replace(chunked=chunked)
-
-    def _chunked(
-        self, step: Step, request: Request, given: Captures, rest: _Rest
-    ) -> Chunked | None:
-        """Prepare the run of requests with many queries; None where they run as all others."""
-        cache, most_chunks = request.cache, request.numbers[1]
-        assert most_chunks is None or isinstance(most_chunks, int)
-        slots = slots_of(step, cache, most_chunks)
-        # Scales of fp8 belong to the program's score, which kernels that read pages give it.
-        if slots is None or cache.is_fp8 or not cache.room:
-            return None
-        pages = pages_of(request._replace(q=step.q), ())
-        # Values are those of no request. They are checked where a step's own are.
-        found = empty_slots(slots, step.q.device)
-        location = location_of_slots(slots, found, step, cache, rest.heads)
-        options = CallOptions(
-            rest.scale, out_dtype=None if rest.out_dtype is step.q.dtype else rest.out_dtype
-        )
-        operands = example_operands(slots, pages, cache.room)
-        call = bind(self._lowered.written, operands, given, location, options)
-        terms = terms_of(self._lowered, call)
-        if not has_formulas(terms.lowered):
-            tell_once(f"{self.name}: chunks are run as few queries: their tiles are in lists")
-            return None
-        backend, reason = backend_of(terms.lowered, "auto", step.q.device, False, step.q.dtype)
-        backend.check(terms.lowered, terms.applied(call))
-        tell_choice(self.name, call, backend, reason)
-        beyond = visits_beyond(terms.lowered, terms.applied(call).tensors)
-        call = call._replace(signature=Signature(self.name), tensors=NONE, params=NONE)
-        return Chunked(slots, backend, terms, call, beyond)
+        return prepared_step(backend, self._lowered, call, given, chunked)
 
     def _attend_step(
-        self, step: Step, cache: PagedCache, given: Captures, rest: _Rest
+        self, step: Step, given: Captures, runs: Sequence[Run] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of all tokens by calls of gathered keys."""
-        q = step.q
+        q, cache = step.q, step.cache
         dtype = cache.k_pages.dtype
         if dtype is FP8:
             dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-            step = step._replace(q=q.to(dtype))
         exact = torch.float64 if dtype is torch.float64 else torch.float32
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         tokens, heads, _ = q.shape
+        q = q.to(dtype)
         out = q.new_zeros((tokens, heads, cache.v_pages.shape[3]), dtype=exact)
         lse = q.new_full((tokens, heads), -torch.inf, dtype=exact)
-        for run in runs_of(step, cache):
-            keys = keys_of_run(cache, run, dtype)
-            operands = (queries_of(step, run), keys.k, keys.v)
-            call = self._call_of_run(operands, step, cache, run, given, rest, wide)
+        for run in runs_of(step, runs):
+            queries = q[rows_of(step, run)].transpose(1, 2)
+            operands = [queries, *gathered(cache, run.requests, run.length, dtype)]
+            call = self._call_of_run(operands, step, run, given, wide)
             found: Any = attend(*self._dispatched(call), True)
             store(step, run, found[0], out)
             store(step, run, found[1], lse)
-        return out.to(rest.out_dtype), lse
+        return out.to(step.out_dtype), lse
 
     def _call_of_run(
-        self, operands: tuple[torch.Tensor, ...], step: Step, cache: PagedCache, run: Run,
-        given: Captures, rest: _Rest, wide: torch.dtype | None,
+        self, operands: Sequence[torch.Tensor], step: Step, run: Run, given: Captures,
+        wide: torch.dtype | None,
     ) -> Call:  # fmt: skip
         """The checked call of some requests."""
-        program = self._lowered.written
-        q, k, v = operands
-        call = bind(
-            program, (q, k, v), given, location_of(step, cache, run, rest.heads),
-            CallOptions(rest.scale, out_dtype=wide),
-        )  # fmt: skip
-        return check_values(program, call)
+        program, (q, k, v) = self._lowered.written, operands
+        location, options = location_of(step, run), CallOptions(step.scale, out_dtype=wide)
+        return check_values(program, bind(program, (q, k, v), given, location, options))
 
 
 def _refuse_graphs() -> None:
@@ -464,14 +342,14 @@ def _refuse_graphs() -> None:
         )
 
 
-def _check_forward(request: Request, given: Captures) -> None:
-    """Refuse calls that need more than a forward, or that a transform looks into.
+def _refuse_gradients(step: Step, given: Captures) -> tuple[object, ...]:
+    """Refuse steps that need more than a forward; return what could ask for that.
 
     Raises:
         UnsupportedError: Says what to write instead.
     """
-    cache = request.cache
-    floats = request.q, cache.k_pages, cache.v_pages, cache.k_scale, cache.v_scale, *given.values()
+    cache = step.cache
+    floats = step.q, cache.k_pages, cache.v_pages, cache.k_scale, cache.v_scale, *given.values()
     if torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in floats
     ):
@@ -479,5 +357,4 @@ def _check_forward(request: Request, given: Captures) -> None:
             "an input requires grad, and serve is forward only",
             hint="call it within torch.no_grad(), or train with a dense call",
         )
-    ints = request.starts, request.q_index, cache.table, cache.lengths
-    refuse_wrapped("serve", (*floats, *ints))
+    return floats

@@ -493,32 +493,24 @@ class ReadsPages(Protocol):
     def why_not_pages(self, lowered: Lowered, call: Call, pages: Pages) -> str | None:
         """Reason why keys of ``pages`` have to be gathered for ``call``, or None."""
 
-    def serve(
-        self, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (tokens, Hq, Dv) and log-sum-exp (tokens, Hq), 0 and -inf for other tokens.
+    def bound_serve(
+        self, lowered: Lowered, call: Call, pages: Pages
+    ) -> Callable[[Call, Pages, ChunkResults | None], tuple[torch.Tensor, torch.Tensor]]:
+        """Function that launches calls like this one; it holds none of their tensors.
+
+        Its results are the output (tokens, Hq, Dv) and log-sum-exp (tokens, Hq), 0 and -inf for
+        other tokens. Where it gets results of the requests with more queries than the call has
+        rows, those of all others are written into their tensors.
 
         Args:
             lowered: The program.
             call: Sizes, captures and the scale: its q has room for the most queries of a request,
                 and its k and v have no elements of their own. In calls of one signature the tensors
                 of ``pages`` agree in shape, strides and dtype too, but not in how many tokens
-                there are.
+                there are. Calls are alike whose tensors are also aligned alike, and whose scales
+                have one sign.
             pages: What is read.
-            chunks: Results of the requests with more queries than the call has rows, if they have
-                been computed. The results of all others are written into its tensors.
         """
-
-    def launch_of(self, lowered: Lowered, call: Call, pages: Pages) -> Any:
-        """Launch that :meth:`launched` takes, for calls as :meth:`serve` has them.
-
-        It is good for calls whose tensors are aligned alike, and whose scales have one sign.
-        """
-
-    def launched(
-        self, launch: Any, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run :meth:`serve`, with the result of :meth:`launch_of` for the same signature."""
 
 
 @runtime_checkable

@@ -19,12 +19,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from attndsl.backends.base import NONE, Signature
 from attndsl.backends.log_sum import public_lse
 from attndsl.backends.memory_order import rows_contiguous
-from attndsl.backends.requests import Packed
-from attndsl.call.options import Location
+from attndsl.backends.requests import ChunkResults, Packed
+from attndsl.call.options import CallOptions
 from attndsl.ir import DType
+from attndsl.logs import tell_once
 from attndsl.passes.tiles.plan import FORWARD
+
+from .bind import bind
+from .dispatch import backend_of, tell_choice
+from .parts import terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +40,6 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from .packed import Step
-    from .paged import PagedCache
     from .parts import Terms
 
     Captures = Mapping[str, torch.Tensor | Scalar]
@@ -48,11 +53,11 @@ _TILE = 128
 """Rows and keys of a tile, where a program is asked whether formulas tell its tiles."""
 
 
-class Slots(NamedTuple):
-    """Most requests of a step with many queries, and the slots in which calls hold them."""
+class Chunked(NamedTuple):
+    """Slots, backend, terms and call that the chunks of steps of one signature share."""
 
     capacity: int
-    """The most such requests."""
+    """The most requests of a step with many queries."""
     together: int
     """Slots of one call."""
     rows: int
@@ -61,12 +66,6 @@ class Slots(NamedTuple):
     """Whether rows are all tokens, as they lie: of one request alone."""
     most: int
     """Queries of a request."""
-
-
-class Chunked(NamedTuple):
-    """Slots, backend, terms and call that the chunks of steps of one signature share."""
-
-    slots: Slots
     backend: Backend
     """Of dense calls."""
     terms: Terms
@@ -86,24 +85,43 @@ def capacity_of(
     return capacity if most_chunks is None else min(capacity, most_chunks)
 
 
-def slots_of(step: Step, cache: PagedCache, most_chunks: int | None) -> Slots | None:
-    """The slots of a step by its sizes; None where no request has many queries.
+def prepared_chunks(lowered: Lowered, name: str, step: Step, captures: Captures) -> Chunked | None:
+    """Prepare the calls of requests with many queries; None where these run as all others.
 
     Args:
-        step: With its capacity, ``most_queries``.
-        cache: Keys.
-        most_chunks: The most requests with many queries, where the caller knows.
+        lowered: The program.
+        name: Its name.
+        step: Its inputs, with all defaults filled in.
+        captures: Its captures.
     """
-    tokens, most = step.q.shape[0], step.most_queries
-    capacity = capacity_of(tokens, cache.batch, most, most_chunks)
-    if most is None or capacity is None:
+    q, cache, most = step.q, step.cache, step.most_queries
+    tokens, dim, width = q.shape[0], q.shape[2], cache.v_pages.shape[3]
+    capacity = capacity_of(tokens, cache.batch, most, step.most_chunks)
+    # Scales of fp8 belong to the program's score, which kernels that read pages give it.
+    if most is None or capacity is None or cache.is_fp8 or not cache.room:
         return None
-    k, v = cache.k_pages, cache.v_pages
-    of_slot = cache.room * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+    of_slot = cache.room * cache.k_pages.shape[2] * (dim + width) * q.element_size()
     together = max(1, min(capacity, _MOST_BYTES // max(1, of_slot)))
     whole = cache.batch == 1
     rows = tokens if whole else min(most, tokens)
-    return Slots(capacity, together, rows, whole, most)
+    # Values are those of no request: a step's own are checked.
+    request, token, position, length = q.new_zeros((4, together), dtype=torch.int32)
+    packed = Packed(token, tokens, cache.room, step.q_index, request)
+    location = step.location(position, length, packed)
+    options = CallOptions(step.scale, out_dtype=step.wide)
+    q_of_slots, k, v = step.stand_ins(together, rows)
+    call = bind(lowered.written, (q_of_slots, k, v), captures, location, options)
+    terms = terms_of(lowered, call)
+    if not has_formulas(terms.lowered):
+        tell_once(f"{name}: chunks are run as few queries: their tiles are in lists")
+        return None
+    backend, reason = backend_of(terms.lowered, "auto", q.device, False, q.dtype)
+    own = terms.applied(call)
+    backend.check(terms.lowered, own)
+    tell_choice(name, call, backend, reason)
+    call = call._replace(signature=Signature(name), tensors=NONE, params=NONE)
+    beyond = visits_beyond(terms.lowered, own.tensors)
+    return Chunked(capacity, together, rows, whole, most, backend, terms, call, beyond)
 
 
 def has_formulas(lowered: Lowered) -> bool:
@@ -140,13 +158,8 @@ def _has_wide_params(call: Call) -> bool:
     )  # fmt: skip
 
 
-def empty_slots(slots: Slots, device: torch.device) -> torch.Tensor:
-    """(5, slots) int32 zeros: slots that no request takes."""
-    return torch.zeros((_FIELDS, max(1, slots.together)), dtype=torch.int32, device=device)
-
-
 def found_chunks(
-    starts: torch.Tensor, lengths: torch.Tensor, capacity: int, numbers: tuple[int, int, int]
+    starts: torch.Tensor, lengths: torch.Tensor, capacity: int, tokens: int, room: int, most: int
 ) -> torch.Tensor:
     """The requests of all slots, (5, slots) int32, found by one kernel.
 
@@ -158,85 +171,67 @@ def found_chunks(
         starts: (batch + 1,) ints.
         lengths: (batch,) ints.
         capacity: The most such requests, 1 or more.
-        numbers: Tokens of the step, room of a request, and the most queries of one.
+        tokens: Of the step.
+        room: The most keys of a request.
+        most: The most queries of one.
     """
     from attndsl.backends.triton.chunks import launch_find  # Imports Triton.
 
-    tokens, room, most = numbers
     found = torch.empty((_FIELDS, 2 * capacity), dtype=torch.int32, device=starts.device)
     whole = lengths.shape[0] == 1
     launch_find(starts, lengths, found, whole, (tokens, room, MOST_FEW + 1, most))
     return found
 
 
-def example_operands(
-    slots: Slots, pages: Pages, room: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v with the shapes of those of a call of slots; nothing is read of them."""
-    q, k, v = pages.q, pages.k, pages.v
-    rows, keys, values = (q.new_empty((1, 1, 1, x.shape[-1])) for x in (q, k, v))
-    return (
-        rows.expand(slots.together, q.shape[1], slots.rows, -1),
-        keys.expand(slots.together, k.shape[2], room, -1),
-        values.expand(slots.together, k.shape[2], room, -1),
-    )
-
-
-def location_of_slots(
-    slots: Slots, found: torch.Tensor, step: Step, cache: PagedCache, heads: Location
-) -> Location:
-    """Location of a call of slots in the whole; ``heads`` says which heads it has."""
-    request, token, position, length = found[:4, : slots.together]
-    packed = Packed(token, step.q.shape[0], cache.room, step.positions, request)
-    return Location(
-        q_offset=position, heads=heads.heads, kv_heads=heads.kv_heads, h_offset=heads.h_offset,
-        batch=cache.batch, kv_lengths=length, packed=packed,
-    )  # fmt: skip
-
-
 def attend_chunks(
-    chunked: Chunked, found: torch.Tensor, call: Call, pages: Pages
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (tokens, heads, dim) and log-sum-exp (tokens, heads), where chunks alone are written.
+    chunked: Chunked, call: Call, pages: Pages, found: torch.Tensor | None
+) -> ChunkResults | None:
+    """Results of a step's requests with many queries; None where there is no room for one.
 
     Args:
         chunked: What steps of the signature share.
-        found: What :func:`found_chunks` found.
         call: With the captures and the scale of the step.
         pages: What is read.
+        found: What :func:`found_chunks` found, if a plan has asked.
     """
     from attndsl.backends.triton.chunks import launch_gather, launch_results, launch_rows
 
-    slots, q = chunked.slots, pages.q
+    if not chunked.capacity:
+        return None
+    q, together = pages.q, chunked.together
     tokens, heads, dim = q.shape
     kv_heads, width = pages.k.shape[2], pages.v.shape[3]
     room = pages.table.shape[1] * pages.k.shape[1]
+    if found is None:
+        sizes = tokens, room, chunked.most
+        found = found_chunks(pages.starts, pages.lengths, chunked.capacity, *sizes)
     kind: Any = torch.float32 if call.wide else q.dtype
-    out = q.new_empty((0 if slots.whole else tokens, heads, width), dtype=kind)
+    out = q.new_empty((0 if chunked.whole else tokens, heads, width), dtype=kind)
     lse = q.new_empty(out.shape[:2], dtype=torch.float32)
     beyond = chunked.beyond[_has_wide_params(call)]
-    for first in range(0, slots.capacity, slots.together):
-        k = pages.k.new_empty((slots.together, kv_heads, room, dim))
-        v = pages.v.new_empty((slots.together, kv_heads, room, width))
+    for first in range(0, chunked.capacity, together):
+        k = pages.k.new_empty((together, kv_heads, room, dim))
+        v = pages.v.new_empty((together, kv_heads, room, width))
         launch_gather(pages, found, first, (k, v), beyond)
         rows = q.unsqueeze(0)
-        if not slots.whole:
-            rows = q.new_empty((slots.together, slots.rows, heads, dim))
+        if not chunked.whole:
+            rows = q.new_empty((together, chunked.rows, heads, dim))
             launch_rows(q, found, first, rows)
         own = chunked.terms.applied(_of_slots(chunked, found, first, call, (rows, k, v)))
         results, sums = chunked.backend.forward(chunked.terms.lowered, own)
         results = results.transpose(1, 2).contiguous()
-        if slots.whole:
-            return results[0], public_lse(sums)[0].t().contiguous()
+        if chunked.whole:
+            lse = public_lse(sums)[0].t().contiguous()
+            return ChunkResults(results[0], lse, chunked.most)
         launch_results((results, public_lse(sums)), found, first, (out, lse))
-    return out, lse
+    return ChunkResults(out, lse, chunked.most)
 
 
 def _of_slots(
     chunked: Chunked, found: torch.Tensor, first: int, call: Call, operands: tuple[Any, ...]
 ) -> Call:
     """The call of some slots, before it is put into their terms."""
-    request, token, position, length = found[:4, first : first + chunked.slots.together]
+    request, token, position, length = found[:4, first : first + chunked.together]
     part, given = chunked.call.part, call.part
     assert part is not None
     assert part.packed is not None

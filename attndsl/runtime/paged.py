@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +25,7 @@ from .values import has_values, refuse_wrapped
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_INTS = (torch.int32, torch.int64)
+INTS = (torch.int32, torch.int64)
 _DIMS = 4
 _LAYOUT = (
     "(pages, page size, key heads, dim); transpose(1, 2) makes it of (pages, heads, size, dim)"
@@ -157,18 +157,13 @@ def looks_at_values(tensor: torch.Tensor) -> bool:
     return is_at_hand(tensor) or (asks_to_verify() and has_values(tensor))
 
 
-class Keys(NamedTuple):
-    """Keys and values of some requests, as a call takes them; zeros beyond their lengths."""
-
-    k: torch.Tensor
-    """(requests, Hkv, length, D)."""
-    v: torch.Tensor
-
-
-def gathered(cache: PagedCache, requests: slice, length: int, dtype: torch.dtype) -> Keys:
+def gathered(
+    cache: PagedCache, requests: slice, length: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """The first ``length`` keys and values of ``requests``, scaled, in ``dtype``.
 
-    Reads nothing outside of the pool, whatever the table holds.
+    They are (requests, Hkv, length, D), with zeros beyond each request's length. Reads nothing
+    outside of the pool, whatever the table holds.
     """
     table, size = cache.table[requests], cache.page_size
     positions = torch.arange(length, device=table.device)
@@ -176,7 +171,7 @@ def gathered(cache: PagedCache, requests: slice, length: int, dtype: torch.dtype
     if cache.k_pages.shape[0] == 0 or not length:
         shape = table.shape[0], cache.k_pages.shape[2], length
         both = (cache.k_pages, cache.v_pages)
-        return Keys(*(x.new_zeros((*shape, x.shape[3]), dtype=dtype) for x in both))
+        return [x.new_zeros((*shape, x.shape[3]), dtype=dtype) for x in both]
     pages = table[:, : -(-length // size)].long().repeat_interleave(size, 1)[:, :length]
     pages = torch.where(exist, pages, 0).clamp(0, cache.k_pages.shape[0] - 1)
     rows = positions % size
@@ -192,7 +187,7 @@ def gathered(cache: PagedCache, requests: slice, length: int, dtype: torch.dtype
         # What lies there may be no number.
         values = torch.where(exist[..., None, None], values, 0.0)
         found.append(values.transpose(1, 2))
-    return Keys(*found)
+    return found
 
 
 def _check_pages(k: object, v: object) -> None:
@@ -239,7 +234,7 @@ def _check_table(cache: PagedCache) -> None:
             if name == "table"
             else f"pass (batch,) ints on {device}, the number of keys of each request"
         )
-        if not isinstance(value, torch.Tensor) or value.dtype not in _INTS:
+        if not isinstance(value, torch.Tensor) or value.dtype not in INTS:
             raise DTypeError(f"{name} is no int32 or int64 tensor", hint=hint)
         if value.dim() != dims:
             raise ShapeError(f"{name} has shape {tuple(value.shape)}", hint=hint)
@@ -306,7 +301,7 @@ def check_starts(cache: PagedCache, starts: object) -> None:
     Raises:
         ShapeError, DTypeError, DeviceError: Says which, and what to pass.
     """
-    if not isinstance(starts, torch.Tensor) or starts.dtype not in _INTS:
+    if not isinstance(starts, torch.Tensor) or starts.dtype not in INTS:
         raise DTypeError("starts is no int32 or int64 tensor", hint=_starts_hint(cache))
     if tuple(starts.shape) != (cache.batch + 1,):
         raise ShapeError(f"starts has shape {tuple(starts.shape)}", hint=_starts_hint(cache))

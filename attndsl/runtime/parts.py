@@ -241,7 +241,7 @@ class Terms:
                 found[name] = found[name].narrow(dim, start, count)
         for name, given in self.captures:
             value = _GIVEN[given](call)
-            found[name] = _narrow(value) if isinstance(value, torch.Tensor) else value
+            found[name] = narrow(value) if isinstance(value, torch.Tensor) else value
         program, moved = self.lowered.program, self.moved
         return Call(
             call.q,
@@ -315,9 +315,9 @@ def with_narrow_positions(call: Call) -> Call:
     assert part.packed is not None
     assert part.kv_lengths is not None
     assert isinstance(call.q_offset, torch.Tensor)
-    packed = part.packed._replace(starts=_narrow(part.packed.starts), positions=None)
-    part = replace(part, packed=packed, kv_lengths=_narrow(part.kv_lengths))
-    return call._replace(q_offset=_narrow(call.q_offset), part=part)
+    packed = part.packed._replace(starts=narrow(part.packed.starts), positions=None)
+    part = replace(part, packed=packed, kv_lengths=narrow(part.kv_lengths))
+    return call._replace(q_offset=narrow(call.q_offset), part=part)
 
 
 def terms_of(lowered: Lowered, call: Call) -> Terms:
@@ -401,7 +401,7 @@ def _check_probability(program: Program, part: Part) -> None:
         )
 
 
-def _narrow(positions: torch.Tensor) -> torch.Tensor:
+def narrow(positions: torch.Tensor) -> torch.Tensor:
     """Positions in 32 bits, of which kernels and sets know that they are small."""
     return positions if positions.dtype is torch.int32 else positions.to(torch.int32)
 

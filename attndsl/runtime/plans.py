@@ -1,107 +1,22 @@
 """Plan that the layers of one step of serving share: made once, looked up by each of them.
 
-Non-goals: what a step is (:mod:`.packed`), and what steps of one signature share (:mod:`.steps`).
+Non-goals: what steps of one signature share (:mod:`.steps`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.errors import ArgumentError, ShapeError
-from attndsl.scalars import number_key
-
-from .steps import (
-    NUMBERS,
-    TENSORS,
-    Prepared,
-    chunks_of,
-    kind_of_capture,
-    pages_of,
-    runs_as_ever,
-)
-from .values import dims_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from .packed import Run, Step
 
-    from attndsl.backends.base import Call, Scalar
-    from attndsl.pipeline import Lowered
-
-    from .packed import Run
-    from .paged import PagedCache
-    from .steps import Request
-
-    Captures = Mapping[str, torch.Tensor | Scalar]
-
+_HELD = ("table", "lengths", "starts", "q_index")
 _HINT = "make one plan for each step: attn.plan(cache, starts, tokens)"
-
-
-class Layer(NamedTuple):
-    """Prepared step and launch that layers of one plan share whose tensors look alike."""
-
-    prepared: Prepared
-    launch: tuple[Lowered, Call, Any] | None
-    """The program, the call and the backend's own part, where no capture changes them."""
-
-    def run(
-        self, request: Request, captures: Captures, found: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp; see :meth:`.steps.Prepared.run`."""
-        prepared = self.prepared
-        if self.launch is None:
-            return prepared.run(request, captures, found)
-        lowered, call, launch = self.launch
-        pages = pages_of(request, prepared.made)
-        chunks = None
-        if prepared.chunked is not None:
-            chunks = chunks_of(prepared.chunked, prepared.call_of(request, captures), pages, found)
-        return prepared.backend.launched(launch, lowered, call, pages, chunks)
-
-
-def layer_of(prepared: Prepared, request: Request, captures: Captures) -> Layer:
-    """Make the :class:`Layer` of requests that look like one that ``prepared`` has run."""
-    program, index = prepared.program, request.q_index
-    launch = None
-    # Captures bring addresses of their own, and fp32 a setting of torch. Kernels read positions of
-    # 64 bits from a copy, which has the values of one step.
-    if (
-        not program.tensors and not program.params and request.q.dtype is not torch.float32
-        and (index is None or index.dtype is torch.int32)
-    ):  # fmt: skip
-        call = prepared.terms.applied(prepared.call_of(request, captures))
-        lowered = prepared.terms.lowered
-        backend = prepared.backend
-        launch = (lowered, call, backend.launch_of(lowered, call, pages_of(request, prepared.made)))
-    return Layer(prepared, launch)
-
-
-def key_of_layer(
-    request: Request, captures: Captures, names: tuple[str, ...]
-) -> tuple[object, ...] | None:
-    """Key of a layer, of all that may differ within its plan; None where it is looked at anew.
-
-    Args:
-        request: Its arguments, not checked.
-        captures: Its captures.
-        names: Those of params whose values declared dims depend on.
-    """
-    q, cache = request.q, request.cache
-    k, v = cache.k_pages, cache.v_pages
-    if type(q) not in TENSORS or not runs_as_ever(q, k, v):
-        return None
-    if any(type(captures.get(name)) not in NUMBERS for name in names):
-        return None
-    return (
-        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, v.shape, v.stride(),
-        (k.data_ptr() | v.data_ptr()) % 16 == 0, q.data_ptr() % 16 == 0,
-        kind_of_capture(cache.k_scale), kind_of_capture(cache.v_scale), request.numbers,
-        request.kinds, number_key(request.scale),
-        *[(name, kind_of_capture(value)) for name, value in captures.items()],
-        *dims_key(names, captures),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,50 +47,47 @@ class ServingPlan:
     """Of what is held, where the plan depends on values."""
     in_graph: bool
     """Whether a CUDA graph makes the plan again at each replay."""
-    layers: dict[tuple[object, ...], Layer] = field(default_factory=dict)
+    signature: tuple[object, ...] | None
+    """The part of each layer's signature that the plan knows; see :mod:`.steps`."""
 
-    def check(self, digest: str, request: Request) -> None:
+    def check(self, digest: str, step: Step) -> None:
         """Refuse a call that the plan was not made for.
 
         Args:
             digest: Of the program that is called.
-            request: The arguments, whose capacities are the plan's unless the caller gave some.
+            step: The inputs, whose capacities are the plan's unless the caller gave some.
 
         Raises:
             ArgumentError, ShapeError: Says what differs.
         """
-        cache = request.cache
+        cache = step.cache
         if digest != self.program:
             raise ArgumentError(
                 "the plan was made by another program",
                 hint="layers of one program share a plan: make one with this attention's plan()",
             )
-        given = (cache.table, cache.lengths, request.starts, request.q_index)
-        for name, own, other in zip(HELD, self.held, given, strict=True):
+        for name, own, other in zip(_HELD, self.held, held_by(step), strict=True):
             if own is not other and not _is_same(own, other):
                 raise ArgumentError(f"the plan was made for another {name}", hint=_HINT)
-        count, size = self.pages
-        if cache.page_size != size:
+        (count, size), (own_count, own_size, *_) = self.pages, cache.k_pages.shape
+        if own_size != size:
             raise ArgumentError(
-                f"the plan was made for pages of {size}, and the cache has pages of "
-                f"{cache.page_size}",
+                f"the plan was made for pages of {size}, and the cache has pages of {own_size}",
                 hint="layers with pages of another size have a plan of their own",
             )
-        if cache.k_pages.shape[0] < count:
+        if own_count < count:
             raise ArgumentError(
-                f"the plan was made for a pool of {count} pages, and the cache has "
-                f"{cache.k_pages.shape[0]}",
+                f"the plan was made for a pool of {count} pages, and the cache has {own_count}",
                 hint="make the plan of the cache with the fewest pages",
             )
-        if request.q.dim() == 3 and request.q.shape[0] != self.tokens:
+        if step.q.dim() == 3 and step.q.shape[0] != self.tokens:
             raise ShapeError(
-                f"q has {request.q.shape[0]} tokens, and the plan was made for {self.tokens}",
+                f"q has {step.q.shape[0]} tokens, and the plan was made for {self.tokens}",
                 hint=_HINT,
             )
-        capacities = (self.most_queries, self.most_chunks)
-        if request.numbers[:2] != capacities:
+        if (step.most_queries, step.most_chunks) != (self.most_queries, self.most_chunks):
             raise ArgumentError(
-                f"most_queries and most_chunks are {request.numbers[0]} and {request.numbers[1]}, "
+                f"most_queries and most_chunks are {step.most_queries} and {step.most_chunks}, "
                 f"and the plan has {self.most_queries} and {self.most_chunks}",
                 hint="give them to attn.plan alone",
             )
@@ -192,9 +104,6 @@ class ServingPlan:
             raise ArgumentError(
                 f"the plan was made {where}", hint="call attn.plan where its layers are called"
             )
-
-
-HELD = ("table", "lengths", "starts", "q_index")
 
 
 def versions_of(held: tuple[torch.Tensor | None, ...]) -> tuple[int | None, ...]:
@@ -218,6 +127,6 @@ def _is_same(own: object, other: object) -> bool:
     )  # fmt: skip
 
 
-def held_by(cache: PagedCache, starts: torch.Tensor, index: torch.Tensor | None) -> tuple[Any, ...]:
+def held_by(step: Step) -> tuple[torch.Tensor | None, ...]:
     """Tensors that a plan is made of, in the order of its checks."""
-    return cache.table, cache.lengths, starts, index
+    return step.cache.table, step.cache.lengths, step.starts, step.q_index

@@ -2,6 +2,7 @@
 
 A signature has all that the outcome depends on beside values that kernels read: shapes, strides,
 dtypes, kinds of captures and scales, capacities, and what numbers of the call stand for themselves.
+It has two parts: that of the requests, which layers of a step share, and that of the layer.
 
 Non-goals: what a step is (:mod:`.packed`), and values that are wrong (:mod:`.paged`).
 """
@@ -9,60 +10,50 @@ Non-goals: what a step is (:mod:`.packed`), and values that are wrong (:mod:`.pa
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attndsl.backends.base import NONE, Call, ReadsPages
 from attndsl.backends.memory_order import rows_contiguous
-from attndsl.backends.requests import ChunkResults, Pages
+from attndsl.backends.requests import Pages
 from attndsl.ir import TOKENS, size, toposort
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
 from .arguments import scale_of
-from .chunks import MOST_FEW, attend_chunks, found_chunks
+from .chunks import MOST_FEW, attend_chunks
 from .higher import is_transformed
 from .paged import PagedCache
-from .parts import made_captures, terms_of, with_narrow_positions
+from .parts import made_captures, narrow, terms_of, with_narrow_positions
 from .values import Values, check_params, dims_key, needs_of_values
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from attndsl.backends.base import Scalar
+    from attndsl.backends.requests import ChunkResults
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
     from .chunks import Chunked
+    from .packed import Step
     from .parts import Terms
 
     Captures = Mapping[str, torch.Tensor | Scalar]
+    Results = tuple[torch.Tensor, torch.Tensor]
+    Launch = tuple[Call, Callable[[Call, Pages, ChunkResults | None], Results]]
 
-TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors whose signatures are looked up."""
-NUMBERS = (int, type(None))
+_NUMBERS = (int, type(None))
 """The same of numbers."""
 _MANY_TOKENS = POSITION_LIMIT // 4
 """Numbers of tokens from which on positions of each step are looked at."""
 
 
-class Request(NamedTuple):
-    """The arguments of a step."""
-
-    q: torch.Tensor
-    cache: PagedCache
-    starts: torch.Tensor
-    q_index: torch.Tensor | None
-    numbers: tuple[object, ...]
-    """``most_queries``, ``most_chunks``, ``heads``, ``kv_heads`` and ``h_offset``."""
-    scale: object
-    kinds: tuple[object, ...]
-    """``out_dtype``, and whether there is a log-sum-exp."""
-
-
-class Prepared(NamedTuple):
-    """Backend, terms and template call that steps of one signature share."""
+class PreparedStep(NamedTuple):
+    """Backend, terms, template call and launches that steps of one signature share."""
 
     backend: ReadsPages
     program: Program
@@ -73,41 +64,72 @@ class Prepared(NamedTuple):
     needs: Values
     made: tuple[tuple[str, str], ...]
     """As of :class:`~attndsl.backends.requests.Pages`."""
-    chunked: Chunked | None = None
+    chunked: Chunked | None
     """What runs the requests with many queries, if these are not run as all others."""
+    positions: str | None
+    """Name of the capture that ``q_index`` is."""
+    launches: dict[tuple[bool, ...], Launch] | None
+    """By what a launch depends on beside the signature: how tensors are aligned, and the sign of
+    the scale. None where it depends on more: captures bring addresses of their own, and fp32 a
+    setting of torch."""
 
-    def run(
-        self, request: Request, captures: Captures, found: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, step: Step, captures: Captures, found: torch.Tensor | None) -> Results:
         """Output and log-sum-exp of a step of the signature.
 
         Args:
-            request: The step.
+            step: Its inputs.
             captures: Its captures.
             found: Its requests with many queries, if a plan has found them.
 
         Raises:
             ArgumentError: A number among the captures that cannot be.
         """
-        call = self.call_of(request, captures)
-        pages = pages_of(request, self.made)
-        chunks = None if self.chunked is None else chunks_of(self.chunked, call, pages, found)
-        return self.backend.serve(self.terms.lowered, self.terms.applied(call), pages, chunks)
+        call: Any = None
+        pages = pages_of(step, self.made)
+        if self.launches is None or self.chunked is not None:
+            call = self.call_of(step, captures)
+        chunks = None if self.chunked is None else attend_chunks(self.chunked, call, pages, found)
+        if self.launches is None:
+            call = self.terms.applied(call)
+            return self.backend.bound_serve(self.terms.lowered, call, pages)(call, pages, chunks)
+        scale = None if step.scale is None else scale_of(step.scale)
+        index: Any = None if self.positions is None else step.q_index
+        if index is not None:
+            index = narrow(index)
+        key = (
+            (pages.k.data_ptr() | pages.v.data_ptr()) % 16 == 0, pages.q.data_ptr() % 16 == 0,
+            index is None or index.data_ptr() % 16 == 0, scale is not None and scale <= 0,
+        )  # fmt: skip
+        launch = self.launches.get(key)
+        if launch is None:
+            launch = self.launches[key] = self._launch_of(step, captures, pages)
+        call, run = launch
+        if scale is not None and scale is not call.scale:
+            call = call._replace(scale=scale)
+        if index is not None:
+            call = call._replace(tensors={**call.tensors, self.positions: index})
+        return run(call, pages, chunks)
 
-    def call_of(self, request: Request, captures: Captures) -> Call:
+    def _launch_of(self, step: Step, captures: Captures, pages: Pages) -> Launch:
+        call = self.terms.applied(self.call_of(step, captures))
+        run = self.backend.bound_serve(self.terms.lowered, call, pages)
+        if self.positions is not None:
+            call = call._replace(tensors={**call.tensors, self.positions: call.q.new_empty(0)})
+        return call, run
+
+    def call_of(self, step: Step, captures: Captures) -> Call:
         """The call of a step, before it is put into its terms.
 
         Raises:
             ArgumentError: A number among the captures that cannot be.
         """
-        program, scale, call = self.program, request.scale, self.call
-        part = call.part
-        if request.q_index is not None:
+        program, scale, part = self.program, step.scale, self.call.part
+        if step.q_index is not None:
             assert part is not None
             assert part.packed is not None
-            part = replace(part, packed=part.packed._replace(positions=request.q_index))
-        call = call._replace(
-            scale=request.q.shape[2] ** -0.5 if scale is None else scale_of(scale),
+            part = replace(part, packed=part.packed._replace(positions=step.q_index))
+        call = self.call._replace(
+            scale=step.q.shape[2] ** -0.5 if scale is None else scale_of(scale),
             tensors={d.name: captures[d.name] for d in program.tensors},  # type: ignore[misc]
             params={d.name: captures.get(d.name, d.default) for d in program.params},  # type: ignore[arg-type]
             part=part,
@@ -115,54 +137,34 @@ class Prepared(NamedTuple):
         return check_params(program, call, self.needs) if program.params else call
 
 
-def chunks_of(
-    chunked: Chunked, call: Call, pages: Pages, found: torch.Tensor | None
-) -> ChunkResults | None:
-    """Results of a step's requests with many queries; None where there is no room for one."""
-    slots = chunked.slots
-    if not slots.capacity:
-        return None
-    if found is None:
-        room = pages.table.shape[1] * pages.k.shape[1]
-        numbers = (pages.q.shape[0], room, slots.most)
-        found = found_chunks(pages.starts, pages.lengths, slots.capacity, numbers)
-    out, lse = attend_chunks(chunked, found, call, pages)
-    return ChunkResults(out, lse, slots.most)
-
-
-def pages_of(request: Request, made: tuple[tuple[str, str], ...]) -> Pages:
+def pages_of(step: Step, made: tuple[tuple[str, str], ...]) -> Pages:
     """Tensors of a step that kernels read: q, starts, and the cache's pages, table and lengths."""
-    q, cache = request.q, request.cache
+    q, cache = step.q, step.cache
     q = q.detach() if q.requires_grad else q
     return Pages(
-        rows_contiguous(q), request.starts, cache.k_pages, cache.v_pages, cache.table,
-        cache.lengths, cache.k_scale, cache.v_scale, made,
+        q if q.stride(2) == 1 else rows_contiguous(q), step.starts, cache.k_pages, cache.v_pages,
+        cache.table, cache.lengths, cache.k_scale, cache.v_scale, made,
     )  # fmt: skip
 
 
 def prepared_step(
-    backend: ReadsPages, lowered: Lowered, call: Call, captures: Captures
-) -> Prepared:
+    backend: ReadsPages, lowered: Lowered, call: Call, captures: Captures, chunked: Chunked | None
+) -> PreparedStep:
     """Prepare steps like a checked ``call``, which has the ``captures`` as they were given."""
-    terms = terms_of(lowered, call)
-    program = lowered.written
+    terms, program = terms_of(lowered, call), lowered.written
     needs = needs_of_values(program, call, captures, ())
+    positions = next((name for name, what in terms.captures if what == "token_positions"), None)
+    is_bound = not (program.tensors or program.params or call.q.dtype is torch.float32)
     call = with_narrow_positions(call)._replace(tensors=NONE, params=NONE)
-    return Prepared(backend, program, terms, call, needs, made_captures(terms))
+    return PreparedStep(
+        backend, program, terms, call, needs, made_captures(terms), chunked, positions,
+        {} if is_bound else None,
+    )  # fmt: skip
 
 
-def with_signs(captures: Captures) -> Captures:
-    """``captures`` without tensors whose signs torch has yet to change."""
-    if not any(isinstance(x, torch.Tensor) and x.is_neg() for x in captures.values()):
-        return captures
-    return {
-        name: x.resolve_neg() if isinstance(x, torch.Tensor) else x for name, x in captures.items()
-    }
-
-
-def are_positions_right(request: Request, most: int) -> bool:
+def are_positions_right(step: Step) -> bool:
     """Return True if no values of lengths and starts make positions that are too large."""
-    return max(_MANY_TOKENS, request.cache.room) + most < POSITION_LIMIT
+    return max(_MANY_TOKENS, step.cache.room) + (step.most_queries or 0) < POSITION_LIMIT
 
 
 def speaks_of_tokens(program: Program) -> bool:
@@ -171,59 +173,75 @@ def speaks_of_tokens(program: Program) -> bool:
     return program.by_token or size(TOKENS) in toposort(*program.roots(), *dims)
 
 
-def key_of_step(
-    request: Request, captures: Captures, names: tuple[str, ...], by_token: bool
-) -> tuple[object, ...] | None:
+def signature_of(
+    step: Step, captures: Captures, names: tuple[str, ...], by_token: bool,
+    requests: tuple[object, ...] | None = None,
+) -> tuple[object, ...] | None:  # fmt: skip
     """The signature of a step; None where it has to be looked at anew.
 
     Args:
-        request: Its arguments, not checked.
+        step: Its inputs, not checked.
         captures: Its captures.
         names: Those of params whose values declared dims depend on.
-        by_token: Whether the program knows how many tokens there are. Steps of other programs have
-            any number, if the most queries of a request are given.
+        by_token: As of :func:`signature_of_requests`.
+        requests: What that gave for the step's plan.
     """
-    q, cache, starts = request.q, request.cache, request.starts
-    if type(q) not in TENSORS or type(cache) is not PagedCache or type(starts) not in TENSORS:
+    q, cache = step.q, step.cache
+    if type(q) not in _TENSORS or type(cache) is not PagedCache or q.dim() != 3:
         return None
-    k, v, table, lengths = cache.k_pages, cache.v_pages, cache.table, cache.lengths
-    index, kinds = request.q_index, request.kinds
-    if not (
-        type(k) in TENSORS and type(v) in TENSORS and type(table) in TENSORS
-        and type(lengths) in TENSORS and (index is None or type(index) in TENSORS)
-        and all(type(number) in NUMBERS for number in request.numbers)
-        and (kinds[0] is None or type(kinds[0]) is torch.dtype)
+    if requests is None:
+        requests = signature_of_requests(step, q.shape[0], by_token)
+    k, v, dtype = cache.k_pages, cache.v_pages, step.out_dtype
+    if (
+        requests is None or type(k) not in _TENSORS or type(v) not in _TENSORS
+        or type(step.heads) not in _NUMBERS or type(step.kv_heads) not in _NUMBERS
+        or type(step.h_offset) not in _NUMBERS
+        or not (dtype is None or type(dtype) is torch.dtype)
     ):  # fmt: skip
         return None
-    if not runs_as_ever(q, k, v) or with_signs(captures) is not captures:
+    if torch._C._get_tracing_state() is not None or is_transformed():
         return None
-    if q.dim() != 3 or not 0 < q.shape[0] < _MANY_TOKENS:
+    if q.is_neg() or k.is_neg() or v.is_neg():
         return None
-    if any(type(captures.get(name)) not in NUMBERS for name in names):
+    kinds = []
+    for name, value in captures.items():
+        if isinstance(value, torch.Tensor) and value.is_neg():
+            return None
+        kinds.append((name, kind_of_capture(value)))
+    if names and any(type(captures.get(name)) not in _NUMBERS for name in names):
         return None
     return (
-        q.shape[1:] if has_any_tokens(request) and not by_token and index is None else q.shape,
-        q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
-        v.stride(), table.shape, table.stride(), table.dtype, lengths.shape, lengths.stride(),
-        lengths.dtype, starts.shape, starts.stride(), starts.dtype, starts.device,
-        kind_of_capture(cache.k_scale), kind_of_capture(cache.v_scale), kind_of_capture(index),
-        request.numbers, kinds, type(request.scale), asks_to_verify(),
-        *[(name, kind_of_capture(value)) for name, value in captures.items()],
-        *dims_key(names, captures),
+        requests, q.shape[1:], q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype,
+        k.device, v.shape, v.stride(), kind_of_capture(cache.k_scale),
+        kind_of_capture(cache.v_scale), step.heads, step.kv_heads, step.h_offset,
+        type(step.scale), dtype, step.return_lse, *kinds,
+        *(dims_key(names, captures) if names else ()),
     )  # fmt: skip
 
 
-def runs_as_ever(*tensors: torch.Tensor) -> bool:
-    """Return True if no step is traced or transformed, and no tensor has torch's negative bit."""
-    if torch._C._get_tracing_state() is not None or is_transformed():
-        return False
-    return not any(x.is_neg() for x in tensors)
+def signature_of_requests(step: Step, tokens: int, by_token: bool) -> tuple[object, ...] | None:
+    """The part of a step's signature that its layers share, which q and pages say nothing of.
 
-
-def has_any_tokens(request: Request) -> bool:
-    """Return True if steps of a signature may have any number of tokens: no dim has it."""
-    most = request.numbers[0]
-    return isinstance(most, int) and most <= MOST_FEW
+    Args:
+        step: Its inputs; ``cache`` is a cache.
+        tokens: Rows of q.
+        by_token: Whether the program knows how many tokens there are. Steps of other programs have
+            any number, if the most queries of a request are given, and few.
+    """
+    cache, starts, index = step.cache, step.starts, step.q_index
+    table, lengths, most = cache.table, cache.lengths, step.most_queries
+    if not (
+        type(table) in _TENSORS and type(lengths) in _TENSORS and type(starts) in _TENSORS
+        and (index is None or type(index) in _TENSORS) and type(most) in _NUMBERS
+        and type(step.most_chunks) in _NUMBERS and 0 < tokens < _MANY_TOKENS
+    ):  # fmt: skip
+        return None
+    is_open = most is not None and most <= MOST_FEW and not by_token and index is None
+    return (
+        None if is_open else tokens, table.shape, table.stride(), table.dtype, lengths.shape,
+        lengths.stride(), lengths.dtype, starts.shape, starts.stride(), starts.dtype,
+        starts.device, kind_of_capture(index), most, step.most_chunks, asks_to_verify(),
+    )  # fmt: skip
 
 
 def kind_of_capture(value: object) -> object:

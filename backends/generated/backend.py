@@ -179,22 +179,9 @@ class GeneratedBackend(Backend):
             return f"the {self.name} backend reads no pages"
         return self._pages.why_not_pages(lowered, call, pages)
 
-    def serve(
-        self, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~attndsl.backends.base.ReadsPages`."""
-        launch = self.launch_of(lowered, call, pages)
-        return self.launched(launch, lowered, call, pages, chunks)
-
-    def launched(
-        self, launch: PagesLayout, lowered: Lowered, call: Call, pages: Pages,
-        chunks: ChunkResults | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """See :class:`~attndsl.backends.base.ReadsPages`."""
-        assert self._pages is not None
-        return self._pages.serve(launch, lowered, call, pages, chunks)
-
-    def launch_of(self, lowered: Lowered, call: Call, pages: Pages) -> PagesLayout:
+    def bound_serve(
+        self, lowered: Lowered, call: Call, pages: Pages
+    ) -> Callable[[Call, Pages, ChunkResults | None], tuple[torch.Tensor, torch.Tensor]]:
         """See :class:`~attndsl.backends.base.ReadsPages`."""
         assert self._pages is not None
         signature = signature_of(lowered, call, Task.FORWARD, None)
@@ -207,7 +194,7 @@ class GeneratedBackend(Backend):
             layout = self._layout_of(self._pages, jobs, call, False)
             launch = self._pages.layout_of_pages(layout, lowered, call, pages)
             self._steps.put(key, launch)
-        return launch
+        return partial(self._pages.serve, launch, lowered)
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""

@@ -48,6 +48,8 @@ class PagesLayout(NamedTuple):
     kernel: Executable
     facts: KernelFacts
     """Of the captures that the kernel takes."""
+    takes: bool
+    """Whether it takes any, or sizes that the program speaks of."""
     grid: tuple[int, int, int]
     counted: int
     """Units that count the parts of their keys; 0 where all keys are one part."""
@@ -119,10 +121,12 @@ class Serve(Portable):
         if q_len <= MOST_QUERIES:
             parts = most_parts(call.k.shape[2], heads // members, kernel.config, sharing)
         numbers = batch * units * parts * shape.lines * (block_widths(layout.facts)[1] + 2)
+        facts = layout.facts.without_made()
         return PagesLayout(
             layout,
             kernel,
-            layout.facts.without_made(),
+            facts,
+            bool(facts.captures or facts.params or facts.dim_names),
             # One request more: its programs clear tokens of nobody.
             (parts, units, batch + 1),
             batch * units * sharing.counts_of(parts),
@@ -168,7 +172,7 @@ class Serve(Portable):
                     1.0 if of_v or v_scale is None else float(v_scale),
                     *launch.sizes, tokens, 0 if chunks is None else chunks.most,
                     *launch.more_sizes,
-                    *capture_arguments(launch.facts, call), *lists,
+                    *(capture_arguments(launch.facts, call) if launch.takes else ()), *lists,
                 ],
             )  # fmt: skip
         return out, lse

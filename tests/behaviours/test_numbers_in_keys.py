@@ -14,7 +14,7 @@ from attndsl.flex import flex_attention
 from attndsl.ir import DType, ParamDecl, Program, const, param
 from attndsl.operands import Operands
 from attndsl.parallel import ContextParallel, Shape
-from attndsl.runtime import flops, plans, steps
+from attndsl.runtime import flops
 from attndsl.runtime.programs import make_spec
 
 SIDE = "param p: float\nmask = float(q - kv) < 1.0 / p"
@@ -128,23 +128,22 @@ def test_numbers_of_traced_functions() -> None:
         torch.testing.assert_close(run(complex(1.0, -0.0)), minus(q, k, v))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tensors are of the CPU, kernels too")
 def test_scales_of_layers_that_share_a_plan() -> None:
-    cache = attndsl.PagedCache(
-        torch.zeros(4, 16, 1, 8), torch.zeros(4, 16, 1, 8), torch.zeros(1, 2, dtype=torch.int32),
-        torch.ones(1, dtype=torch.int32),
-    )  # fmt: skip
-    starts = torch.tensor([0, 1], dtype=torch.int32)
-
-    def key(scale: float | None) -> object:
-        request = steps.Request(
-            torch.zeros(1, 2, 8), cache, starts, None, (1, None, None, None, 0), scale,
-            (None, False),
-        )  # fmt: skip
-        return plans.key_of_layer(request, {}, ())
-
-    assert key(None) is not None
-    assert len({key(x) for x in (0.0, -0.0, 0, 1, 1.0, None, float("nan"))}) == 7
-    assert key(float("nan")) == key(-float("nan"))
+    """Launches are kept by the sign of a scale; its value is that of each call."""
+    pages = torch.randn(4, 16, 1, 16).bfloat16()
+    lengths, starts = torch.tensor([20]), torch.tensor([0, 1])
+    cache = attndsl.PagedCache(pages, pages, torch.tensor([[1, 3]]), lengths)
+    q, other = (torch.randn(1, 2, 16).bfloat16() for _ in range(2))
+    served = attndsl.compile("mask = 1.0 / score > 0.0", backend="decode")
+    plan = served.plan(cache, starts, 1, most_queries=1)
+    for scale in (0.5, None, 0.0, -0.0, -0.5, 0, 2, 0.0, 0.25):
+        for each in (q, other):
+            found = served.serve(each, cache, starts, plan=plan, scale=scale)
+            anew = attndsl.compile("mask = 1.0 / score > 0.0", backend="decode")
+            assert torch.equal(found, anew.serve(each, cache, starts, scale=scale, most_queries=1))
+    # One of no scale, one of floats and one of ints.
+    assert len(served._steps) == 3
 
 
 @pytest.fixture

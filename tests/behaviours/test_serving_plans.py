@@ -51,7 +51,8 @@ def test_layers_share_a_plan(device, backend, counts):
             pairs = zip(found, wanted, strict=True) if lse else ((found, wanted),)
             for own, other in pairs:
                 torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-5)
-    assert len(plan.layers) == (4 if backend == "decode" else 0)
+    # Layers of all heads have one signature for each kind of results, with a plan and without.
+    assert len(attention._steps) == (4 if backend == "decode" else 0)
 
 
 def test_layers_of_another_backend_are_their_own(device):
@@ -65,7 +66,7 @@ def test_layers_of_another_backend_are_their_own(device):
     slow = attndsl.compile(text, backend="reference", checked=True)
     with pytest.raises(attndsl.AttnDSLError, match="gain"):
         slow.serve(q, cache, starts, plan=plan, gain=few)
-    assert len(plan.layers) == 1
+    assert (len(fast._steps), len(slow._steps)) == (1, 0)
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
@@ -105,11 +106,36 @@ def test_layers_are_looked_up(device, monkeypatch):
             raise AssertionError("nothing is prepared again")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Serving, "_serve", fail)
+            patch.setattr(Serving, "_serve_anew", fail)
             patch.setattr(PagedCache, "validate", fail)
             for each, own, other in zip(caches, given, wanted, strict=True):
                 found = attention.serve(q, each, starts, plan=plan, **own)
                 torch.testing.assert_close(found, other, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_of_the_next_step_are_looked_up(device, monkeypatch):
+    """Other lengths, starts and addresses have the signature of a step before; positions as well.
+
+    One whose address is no multiple of 16 is launched in another way.
+    """
+    shape = SHAPE._replace(dtype=torch.bfloat16)
+    text, calls = "mask = q >= kv", []
+    for counts in ((5, 1), (2, 4)):
+        q, cache, starts = on(device, make_step((30, 12), counts, shape, seed=7))
+        index = torch.arange(len(q) + 1, device=device).int() * 3
+        for own in (index[:-1], index[1:]):
+            fresh = attndsl.compile(text, backend="decode")
+            wanted = fresh.serve(q, cache, starts, q_index=own, most_queries=5)
+            calls.append(((q, cache, starts), own, wanted))
+    anew = []
+    real = Serving._serve_anew
+    monkeypatch.setattr(Serving, "_serve_anew", lambda *args: anew.append(args) or real(*args))
+    attention = attndsl.compile(text, backend="decode")
+    for (q, cache, starts), own, wanted in calls:
+        plan = attention.plan(cache, starts, len(q), q_index=own, most_queries=5)
+        found = attention.serve(q, cache, starts, q_index=own, plan=plan)
+        assert torch.equal(found, wanted)
+    assert len(anew) == 1
 
 
 def test_the_host_reads_values_once(monkeypatch):

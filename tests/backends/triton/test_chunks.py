@@ -8,7 +8,6 @@ from support.no_waiting import no_waiting
 from support.serving import Shape, make_step
 
 import attndsl
-from attndsl import serving
 from attndsl.backends.requests import Pages
 from attndsl.backends.triton import chunks as copies
 from attndsl.errors import ArgumentError
@@ -68,7 +67,7 @@ def test_results_are_those_of_gathered_keys(device, text, sizes):
         close(*(x if given["return_lse"] else (x,) for x in (found, wanted)))
     (chunked,) = chunked_of(attention)
     assert chunked is not None
-    assert chunked.slots.whole == (len(counts) == 1)
+    assert chunked.whole == (len(counts) == 1)
 
 
 def test_captures_of_requests_and_tokens(device):
@@ -107,8 +106,8 @@ def test_slots_of_several_calls(device, monkeypatch, most_bytes):
     found = attention.serve(*on(device, step), most_queries=128)
     close((found,), (attndsl.compile("causal()").serve(step.q, step.cache, step.starts),))
     (chunked,) = chunked_of(attention)
-    assert chunked.slots.together == (1 if not most_bytes else 3)
-    assert chunked.slots.capacity == 3
+    assert chunked.together == (1 if not most_bytes else 3)
+    assert chunked.capacity == 3
 
 
 @pytest.mark.parametrize("most_chunks", [0, 1, 2, 9])
@@ -123,7 +122,7 @@ def test_the_most_chunks_of_a_step(device, most_chunks):
     found = attention.serve(*on(device, step), most_queries=128, most_chunks=most_chunks)
     close((found,), (attndsl.compile("causal()").serve(step.q, step.cache, step.starts),))
     (chunked,) = chunked_of(attention)
-    assert chunked.slots.capacity == 1
+    assert chunked.capacity == 1
 
 
 def test_wrong_values_of_one_request(device, monkeypatch):
@@ -172,7 +171,7 @@ def test_what_dense_calls_do_not_run(device):
 @pytest.mark.parametrize("kind", ["param", "tensor"])
 def test_memory_behind_copied_keys(device, monkeypatch, kind):
     """Ints too large for formulas make calls visit all tiles; what lies there may be no number."""
-    backend_of, launch_gather = serving.backend_of, copies.launch_gather
+    backend_of, launch_gather = chunks.backend_of, copies.launch_gather
 
     def by_kernels(lowered, spec, *rest):
         return backend_of(lowered, "triton" if spec == "auto" else spec, *rest)
@@ -182,7 +181,7 @@ def test_memory_behind_copied_keys(device, monkeypatch, kind):
             x.fill_(torch.nan)
         launch_gather(pages, found, first_slot, both, *rest)
 
-    monkeypatch.setattr(serving, "backend_of", by_kernels)
+    monkeypatch.setattr(chunks, "backend_of", by_kernels)
     monkeypatch.setattr(copies, "launch_gather", into_used_memory)
     step = make_step((90, 70), (70, 66), SHAPE._replace(page=16))
     table = torch.zeros(2, 40, dtype=torch.int32)

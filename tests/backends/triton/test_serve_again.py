@@ -14,6 +14,7 @@ import attndsl
 from attndsl import errors
 from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.triton import serve
+from attndsl.foundation.caches import CACHES, Reason
 from attndsl.serving import Serving
 
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
@@ -169,6 +170,16 @@ def test_lists_of_tiles_are_those_of_each_step(device, anew, monkeypatch):
         close(attention.serve(*on(device, step), most_queries=3), wanted(text, step))
     assert len(listed) == 3
     assert len(anew) == 1
+
+
+def test_steps_are_prepared_anew_for_other_kernels(device, anew):
+    attention = attndsl.compile(TEXT, backend="decode")
+    step = on(device, make_step((9, 20), (1, 3), SHAPE))
+    for _ in range(2):
+        usual = attention.serve(*step, most_queries=3)
+    CACHES.invalidate(Reason.KERNELS)
+    assert torch.equal(attention.serve(*step, most_queries=3), usual)
+    assert len(anew) == 2
 
 
 def test_tensors_of_a_step_are_not_kept(device):
