@@ -39,13 +39,13 @@ PROGRAMS = {
 def ran(monkeypatch):
     """How many steps the kernels have run."""
     found = []
-    real = GeneratedBackend.serve
+    real = Serve.serve
 
     def seen(self, *args):
         found.append(args)
         return real(self, *args)
 
-    monkeypatch.setattr(GeneratedBackend, "serve", seen)
+    monkeypatch.setattr(Serve, "serve", seen)
     return found
 
 
@@ -160,7 +160,7 @@ def test_steps_are_passed_as_kernels_have_them():
     step = make_step((9, 7), (2, 1), SHAPE)
     taken = []
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(TypeError):
-        patch.setattr(GeneratedBackend, "serve", lambda self, *given: taken.append(given))
+        patch.setattr(GeneratedBackend, "bound_serve", lambda self, *given: taken.append(given))
         attndsl.compile("causal()", backend="decode").serve(
             step.q, step.cache, step.starts, most_queries=2
         )
@@ -392,7 +392,7 @@ COMPILE = textwrap.dedent("""
         raise Caught(*given)
 
     GeneratedBackend.why_not = lambda self, device: None
-    GeneratedBackend.serve = catch
+    GeneratedBackend.bound_serve = catch
     rich = "mask = causal() and q - kv < 1024; score = softcap(score, 9.0) + h; sink = 0.5 * h"
     for text, fp8, heads, most in (
         ("causal()", False, 8, 1), (rich, True, 8, 1), ("causal()", True, 2, 16)
@@ -450,7 +450,7 @@ def test_stages_and_warps(monkeypatch, text, dim, stages, warps):
     """Narrow kernels are for what has no more to load than keys."""
     taken = []
     monkeypatch.setattr(GeneratedBackend, "why_not", lambda self, device: None)
-    monkeypatch.setattr(GeneratedBackend, "serve", lambda self, *given: taken.append(given))
+    monkeypatch.setattr(GeneratedBackend, "bound_serve", lambda self, *given: taken.append(given))
     step = make_step((90, 33), (2, 1), SHAPE._replace(dtype=torch.bfloat16, dim=dim, value_dim=dim))
     q, cache, starts = step.q, step.cache, step.starts
     captures = {
