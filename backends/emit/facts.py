@@ -168,7 +168,7 @@ class KernelFacts:
     adds_diagonals: bool = False
     """Whether a Hopper backward adds up the gradients of scores along diagonals."""
     takes_turns: bool = False
-    """Whether a Hopper backward adds to sums of dQ in a fixed order (``features/turns.py``)."""
+    """Whether a Hopper backward adds to dQ in a fixed order (``features/ordered_dq.py``)."""
     small_tiles: bool = False
     """Whether a call's lengths are such that smaller tiles of a Hopper kernel are faster."""
     wide_out: bool = False

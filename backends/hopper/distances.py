@@ -17,7 +17,7 @@ import torch
 
 from ..gradients.distances import add_distance_gradients, by_distance
 from ..kernels.signature import PADDING
-from .learned import holds_score_gradient
+from .capture_sums import holds_score_gradient
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered

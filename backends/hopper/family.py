@@ -18,17 +18,17 @@ from ..kernels.kernel import Job, Task, kernels_of
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_fp32, given_room, memory_order, wide_dtype
 from .bound import FLOAT_BYTES, Launches, backward_of, forward_of
-from .copies import room_for
+from .capture_sums import Statistics, gradients_of_parts
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
 from .kernels import FIXED, KERNELS
 from .launch import RowStatistics, TensorMaps, addresses, descriptor_strides
 from .layout import HopperLayout, layout_of
-from .learned import Statistics, gradients_of_parts
-from .pair_tiles import window, with_pair_tiles
 from .stored import empty_ds, with_stored
+from .support import most_head_dim, why_not
 from .tangents import launch_with_tangents, readable
 from .tiles import has_small_tiles
-from .why_not import most_head_dim, why_not
+from .tma_bias import window, with_pair_tiles
+from .tma_copies import room_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -24,8 +24,8 @@ from ..emit.device_functions import PAIR, program_function
 from ..emit.expression import print_expressions
 from ..emit.template import pair_body
 from ..kernels.kernel import Task
+from .capture_sums import slope_for_factor
 from .features.bias import pair_params
-from .learned import slope_for_factor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ..emit.expression import Names
     from ..emit.facts import KernelFacts
-    from .learned import Learned
+    from .capture_sums import Learned
 
 
 def print_functions(

@@ -22,19 +22,19 @@ from ..emit.text import wrapped
 from ..kernels.kernel import Task
 from ..log_sum import FAR
 from .blocks import block_width, is_above_128
+from .capture_sums import Learned, learned_in_kernel
 from .features.bias import BIAS
 from .features.diagonals import DIAGONALS
 from .features.dropout import DROPOUT
 from .features.feature import ModuleSpec, parts_of
+from .features.ordered_dq import TURNS
 from .features.persistence import PERSISTENCE
 from .features.row_max import BOUNDED, FIXED_MAX, HALVES
-from .features.skips import SKIPS, own_tiles
 from .features.stored_ds import STORED_DS
 from .features.sums import CHECKS, COLUMN_SUMS, FACTOR_SUMS
 from .features.tangents import TANGENTS
-from .features.turns import TURNS
+from .features.tile_skipping import SKIPS, own_tiles
 from .functions import print_functions, weights_and_factor
-from .learned import Learned, learned_in_kernel
 from .memory import has_own_output, query_slots
 
 if TYPE_CHECKING:

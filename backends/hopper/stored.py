@@ -19,7 +19,7 @@ import torch
 from ..base import StoredDS
 from ..gradients.pairs import by_pairs, rest_of
 from ..gradients.terms import ONE, is_plain, terms_of
-from .learned import holds_score_gradient
+from .capture_sums import holds_score_gradient
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered

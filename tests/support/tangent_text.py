@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.hopper.features.skips import own_tiles
+from attndsl.backends.hopper.features.tile_skipping import own_tiles
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..learned import learned_in_kernel
+from ..capture_sums import learned_in_kernel
 from .feature import Feature
 
 if TYPE_CHECKING:

@@ -48,6 +48,6 @@ def _functions(spec: ModuleSpec) -> Texts:
 
 
 TURNS = Feature(
-    "TAKES_TURNS", _takes_turns, _flags, template="turns", functions=_functions,
+    "TAKES_TURNS", _takes_turns, _flags, template="ordered_dq", functions=_functions,
     given=lambda spec: ["TURNS"],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from support.kernel_text import Run
 from support.mutation import before, drop, is_noticed, swap
 
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.hopper.features.skips import own_tiles, parts_of_lists
+from attndsl.backends.hopper.features.tile_skipping import own_tiles, parts_of_lists
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.passes.tiles.plan import FORWARD
