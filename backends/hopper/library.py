@@ -3,8 +3,7 @@
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from ..device.library import positions
 from .shim import COPIES_OPERANDS
@@ -136,36 +135,6 @@ def mixed_exp2(x, NUMBER: gl.constexpr):
     return gl.inline_asm_elementwise(
         mixture(NUMBER), mixture_operands(), [x], dtype=gl.float32, is_pure=True, pack=16
     )
-
-
-@gluon.jit
-def release(barrier, PER_THREAD: gl.constexpr):
-    """Say that this warpgroup has read what ``barrier`` guards.
-
-    If PER_THREAD, every thread says so (128 arrivals) when its copies by cp.async have come. There
-    are none: the plain way, once for all, makes the four warps wait for each other first. It waits
-    for no load of a thread's own from there: what was loaded must have been used before.
-    """
-    if PER_THREAD:
-        async_copy.mbarrier_arrive(barrier, increment_count=False)
-    else:
-        mbarrier.arrive(barrier, count=1)
-
-
-@gluon.jit
-def pack_fields(values):
-    """Up to 16 integers, each known to all threads, as a vector."""
-    places = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    found = places * 0
-    for number in gl.static_range(len(values)):
-        found = gl.where(places == number, values[number], found)
-    return found
-
-
-@gluon.jit
-def read_field(memory, NUMBER: gl.constexpr):
-    """Number ``NUMBER`` of :func:`pack_fields` in shared memory, known to all threads."""
-    return gl.sum(memory.slice(NUMBER, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -494,22 +463,6 @@ def count_turn(count):
         """,
         "=r,l,r", [count.to(gl.int64), threads], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def slot_of(count, STAGES: gl.constexpr):
-    """Where tile number ``count`` lies among STAGES of them, and its barrier's phase there.
-
-    As ``count % STAGES`` and ``count // STAGES & 1``. Compilers do not know that counts are not
-    negative: what they make of a division takes registers from others.
-    """
-    if STAGES == 1 or STAGES == 2 or STAGES == 4:
-        stage = count & (STAGES - 1)
-        phase = (count >> (STAGES // 2)) & 1
-    else:
-        stage = count % STAGES
-        phase = (count // STAGES) & 1
-    return stage, phase
 
 
 @gluon.jit

@@ -155,7 +155,7 @@ def run_forward(
         flags["ROWS_HAVE_TILES"] = False
     kernel = Kernel("forward", lowered, facts, config)
     text = kernel.text(shown, flags)
-    own = bool(number_of(text, "gl.allocate_shared_memory(o_desc.dtype, ...)"))
+    own = bool(number_of(text, "allocate_tiles(results.out, ...)"))
     assert own == (width != WIDTH)
     two_slots = config.persistent and not own and not run.wide
     assert ("QUERIES = tl.constexpr(2)" in text) == two_slots

@@ -13,19 +13,24 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
+    fence_async_shared, warpgroup_mma, warpgroup_mma_wait,
 )
 
 from attndsl.backends.device.records import Head, LogSum, Origins, Scope, Sizes, Visits
 from attndsl.backends.hopper import dialect as tl
+from attndsl.backends.hopper.channels import (
+    acquire_item, allocate_barriers, allocate_tiles, announce_item, await_item, consumer_release,
+    consumer_wait, init_barrier, item_memory, new_barriers, pack_fields, producer_acquire,
+    producer_commit, producer_expect, producer_load, query_item, read_field, release_item, slot_of,
+)
 from attndsl.backends.hopper.library import (
     await_written, count_up, fold_partials, halves, lazy_difference, lazy_max, lazy_rescale,
-    max_of_two_rows, mixed_exp2, multiply, pack, pack_fields, partial_row_sums, pin_before_wait,
-    places_of, ramp, ramps, read_field, release, slot_of, unpack, widened,
+    max_of_two_rows, mixed_exp2, multiply, pack, partial_row_sums, pin_before_wait, places_of, ramp,
+    ramps, unpack, widened,
 )
 from attndsl.backends.hopper.records import (
-    Call, Columns, Draw, Factors, ForwardMemory, ForwardResults, MaxRule, Parts, Ring, Rows,
-    RunningSoftmax, RunningTangent, Tangent, Work,
+    Call, Channel, Columns, Draw, Factors, ForwardMemory, ForwardResults, MaxRule, Parts, QueryItem,
+    Rows, RunningSoftmax, RunningTangent, Slot, Tiles, Work,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.device.library import head_of, place_of_item, positions, shift_of

@@ -58,7 +58,8 @@ def test_no_name_in_a_kernel_hides_a_function_of_the_library():
         name.name
         for tree in trees
         for item in ast.walk(tree)
-        if isinstance(item, ast.ImportFrom) and (item.module or "").endswith(".library")
+        if isinstance(item, ast.ImportFrom)
+        and (item.module or "").endswith((".library", ".channels"))
         for name in item.names
     }
     assert "pack_fields" in imported
