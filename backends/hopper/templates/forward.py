@@ -72,6 +72,25 @@ def attend(
 
 
 @gluon.jit
+def attend_tiles(
+    PART: gl.constexpr, begin, end, tiles_before, softmax, rule, rows, factors, memory, work,
+    PARTIAL: gl.constexpr, FIXED: gl.constexpr,
+):
+    """The running softmax with PARTIAL or FULL tiles ``begin`` to ``end - 1``.
+
+    FIXED: relative to a maximum that stays.
+    """
+    kv_tile = tile_at(begin, work, PARTIAL)
+    for step in range(begin, end):
+        before = tiles_before if PARTIAL else tiles_before + work.visits.partial
+        softmax = attend(
+            PART, before + step, kv_tile, softmax, rule, rows, factors, memory, work, PARTIAL, FIXED
+        )
+        kv_tile = tile_at(step + 1, work, PARTIAL)
+    return softmax
+
+
+@gluon.jit
 def attend_first(
     PART: gl.constexpr, tile_index, slot, kv_tile, row_max, rule, rows, factors, memory, work
 ):
@@ -170,31 +189,32 @@ def consume_work(
         # By now its output has been read from there.
         leave_query(work_index - 1, PART, memory.q)
 
-    # 0: PARTIAL tiles. 1: FULL ones. 2: FULL ones, relative to a maximum that stays.
-    for FORM in gl.static_range(3 if FIXED_MAX else 2):
-        if HALVED and FORM == 2:
-            if uses_fixed_max:
-                acc, row_sum = attend_by_halves(
-                    tiles_before + visits.partial + end, tiles_before + tiles, softmax,
-                    q_tile, factors, memory, sizes.q_len,
-                )
-                # Otherwise these would stay in registers for what comes behind all tiles.
-                p = gl.full(softmax.p.shape, 0, gl.int32, layout=softmax.p.type.layout)
-                softmax = RunningSoftmax(acc, softmax.row_max, row_sum, p)
-        elif FORWARD_REPEATS_PARTIAL if FORM == 0 else FORWARD_HAS_FULL:
-            if FORM == 1:
-                least_max = gl.where(uses_fixed_max, 0.0, float("-inf"))
-            start = begin_partial + 1 if FORM == 0 else begin if FORM == 1 else end
-            stop = end_partial if FORM == 0 else end if FORM == 1 else own_full
-            kv_tile = tile_at(start, work, FORM == 0)
-            for step in range(start, stop):
-                before = tiles_before if FORM == 0 else tiles_before + visits.partial
-                softmax = attend(
-                    PART, before + step, kv_tile, softmax,
-                    MaxRule(float("-inf") if FORM == 0 else least_max, uses_fixed_max), rows,
-                    factors, memory, work, FORM == 0, FORM == 2,
-                )
-                kv_tile = tile_at(step + 1, work, FORM == 0)
+    follows = MaxRule(float("-inf"), uses_fixed_max)
+    if FORWARD_REPEATS_PARTIAL:
+        softmax = attend_tiles(
+            PART, begin_partial + 1, end_partial, tiles_before, softmax, follows, rows, factors,
+            memory, work, True, False,
+        )
+    if FORWARD_HAS_FULL:
+        least_max = gl.where(uses_fixed_max, 0.0, float("-inf"))
+        softmax = attend_tiles(
+            PART, begin, end, tiles_before, softmax, MaxRule(least_max, uses_fixed_max), rows,
+            factors, memory, work, False, False,
+        )
+    if HALVED:
+        if uses_fixed_max:
+            acc, row_sum = attend_by_halves(
+                tiles_before + visits.partial + end, tiles_before + tiles, softmax,
+                q_tile, factors, memory, sizes.q_len,
+            )
+            # Otherwise these would stay in registers for what comes behind all tiles.
+            p = gl.full(softmax.p.shape, 0, gl.int32, layout=softmax.p.type.layout)
+            softmax = RunningSoftmax(acc, softmax.row_max, row_sum, p)
+    elif FIXED_MAX and FORWARD_HAS_FULL:
+        softmax = attend_tiles(
+            PART, end, own_full, tiles_before, softmax, follows, rows, factors, memory, work,
+            False, True,
+        )
 
     if PERSISTENT and OWN_OUTPUT:
         # The next work tile's rows of q may come.
