@@ -187,7 +187,7 @@ def test_lists_may_only_shrink(found, message):
 ODD = re.compile(r"(What|Whether|Which|Of|As|Where|How|When|Why|Who)\b")
 """Words that open no noun phrase and no imperative."""
 EXEMPT = re.compile(
-    r".*/templates/|backends/device/|backends/hopper/(library|records|functions)\.py|tools/"
+    r"backends/(emit|triton)/templates/|backends/hopper/templates/diagonals\.py|tools/"
 )
 """Device code, its records and tools: their openings are not all in order yet."""
 

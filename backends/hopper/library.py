@@ -11,13 +11,13 @@ from .shim import COPIES_OPERANDS
 
 @gluon.jit
 def as_block(x):
-    """What it is given: Gluon spreads a scalar to the tile that it meets."""
+    """The argument itself: Gluon spreads a scalar to the tile that it meets."""
     return x
 
 
 @gluon.jit
 def spread(values, places):
-    """What is known of each of ``places``, a vector's or a tile's row or column, like these."""
+    """``values`` in the shape of ``places``, which are a vector, a tile's row or its column."""
     if len(places.shape) == 1:
         found = gl.convert_layout(values, places.type.layout)
     elif places.shape[0] == 1:
@@ -70,7 +70,7 @@ def ramp(begin, steepness, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def ramps(begins, steepness, NUMBER: gl.constexpr, SCORES: gl.constexpr):
-    """As :func:`ramp`, for each row of a product from its own begin."""
+    """:func:`ramp` for each row of a product from its own begin."""
     ROWS: gl.constexpr = begins.shape[0]
     zeros = gl.full([ROWS, NUMBER], 0.0, gl.float32, layout=SCORES)
     EIGHTHS: gl.constexpr = gl.reshape(zeros, [ROWS, NUMBER // 8, 8]).type.layout
@@ -179,7 +179,7 @@ def pack(tile, HALF: gl.constexpr):
 
 @gluon.jit
 def unpack(words, zero, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """What :func:`pack` packed, in ``LAYOUT``; ``zero`` is one that no compiler knows to be."""
+    """The tile that :func:`pack` packed, in ``LAYOUT``; no compiler knows that ``zero`` is 0."""
     if COPIES_OPERANDS:
         # Words of the product's own: of those that a loop carries, the next turn's are written
         # while the product reads them, and ptxas would wait for it (C7513). A plain copy, or a
@@ -190,7 +190,7 @@ def unpack(words, zero, HALF: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def halves(words, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """What :func:`pack` packed, in ``LAYOUT``, and in the same registers."""
+    """The tile that :func:`pack` packed, in ``LAYOUT``, and in the same registers."""
     both = gl.join(words.to(gl.int16), (words >> 16).to(gl.int16))
     tile = gl.reshape(both, [words.shape[0], 2 * words.shape[1]])
     return gl.convert_layout(tile.to(HALF, bitcast=True), LAYOUT)
@@ -198,7 +198,7 @@ def halves(words, HALF: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def widened(words, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """What :func:`pack` packed, in fp32 and in ``LAYOUT``."""
+    """The tile that :func:`pack` packed, in fp32 and in ``LAYOUT``."""
     if gl.bfloat16 == HALF:
         left = (words << 16).to(gl.float32, bitcast=True)
         right = (words & -65536).to(gl.float32, bitcast=True)

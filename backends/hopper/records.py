@@ -87,7 +87,7 @@ class BackwardMemory(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all work tiles of a launch share."""
+    """Arguments that all work tiles of a launch share."""
 
     scale: Any
     sizes: Any
@@ -102,7 +102,7 @@ class Call(NamedTuple):
 
 
 class ForwardResults(NamedTuple):
-    """Where results go: descriptors of tiles, pointers to numbers of each row."""
+    """Descriptors of tiles of results, pointers to numbers of each row."""
 
     out: Any
     lse: Any
@@ -111,7 +111,7 @@ class ForwardResults(NamedTuple):
 
 
 class BackwardResults(NamedTuple):
-    """Where gradients go."""
+    """Pointers to gradients."""
 
     dq_sums: Any
     keys: Any
@@ -236,7 +236,7 @@ class Kept(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What has been looked up for a tile of pairs: by queries, by keys, by pairs."""
+    """Values looked up for a tile of pairs: by queries, by keys, by pairs."""
 
     q: Any
     kv: Any
@@ -257,7 +257,7 @@ class Factors(NamedTuple):
 
 
 class MaxRule(NamedTuple):
-    """How a row's maximum is followed."""
+    """The way in which a row's maximum is followed."""
 
     least_max: Any
     uses_fixed_max: Any
@@ -290,7 +290,7 @@ class RunningTangent(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What a producer draws for the tile before the one that it loads."""
+    """The draw for the tile before the one that a producer loads."""
 
     drop: Any
     first_row: Any

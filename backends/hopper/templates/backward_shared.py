@@ -1,4 +1,4 @@
-"""What the backward kernels for Hopper share: their loads, and weights from a tile of k . q.
+"""The common part of Hopper's backward kernels: loads, and weights from a tile of k . q.
 
 ``backward`` or ``backward_wide``, which say what the consumers do, follows, then
 ``backward_kernel``.
@@ -70,7 +70,7 @@ def place_of_work(work_tile, call):
 
 @gluon.jit
 def count_tiles(tile, shift, scope):
-    """As ``kv_pass_visits``, and how many tiles need the mask's code: all, beside missing keys."""
+    """``kv_pass_visits``, and how many tiles need the mask's code: all, beside missing keys."""
     visits = kv_pass_visits(tile, shift, scope)
     # Missing keys are zeros, whose weights may be infinite: infinity times zero would spoil dQ.
     ragged = (tile + 1) * BLOCK_N > scope.sizes.kv_len
@@ -214,7 +214,7 @@ def keys_of_head(first, numbers, places, kv, origin, ragged, scale, work):
 
 @gluon.jit
 def parts_of_queries(first, work):
-    """What is looked up by the tile's queries: by neighbouring threads, once."""
+    """Values looked up by the tile's queries: by neighbouring threads, once."""
     rows = first + gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [4], [0]))
     q = positions(rows, work.scope.sizes.q_len, work.origins.q, Q_KIND)
     return q_parts_of_pairs(q, work.scope)
@@ -222,7 +222,7 @@ def parts_of_queries(first, work):
 
 @gluon.jit
 def place_of_shifts(shifts, head, first, sizes, padded):
-    """Where the shifts of a query tile's ``LogSum`` lie; themselves, where the tile needs them."""
+    """Pointer to the shifts of a query tile's ``LogSum``; themselves, where the tile needs them."""
     found = None
     if WIDE_LINES or SHIFTED:
         found = shifts + (head.b * sizes.heads + head.h).to(gl.int64) * padded + first

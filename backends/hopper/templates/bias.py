@@ -1,4 +1,4 @@
-"""What pairs look up, by tiles: loaded by the producer, read by each consumer for itself.
+"""Tiles of biases and masks that pairs look up: the producer loads them, each consumer reads its own.
 
 Each consumer has one tile of each tensor in shared memory. The producer loads the next as soon as
 the consumer has read the one before, so it comes while the rest of the step is computed.
@@ -62,7 +62,7 @@ def load_bias_of_part(slot, head, query, key, bias):
 
 @gluon.jit
 def read_bias(PART: gl.constexpr, tile_index, USED: gl.constexpr, bias):
-    """What the pairs of a consumer's tile look up, where it is ``USED``."""
+    """Values that the pairs of a consumer's tile look up, where they are ``USED``."""
     consumer_wait(bias, slot_of_bias(PART, tile_index))
     tiles = ()
     found = ()

@@ -19,7 +19,7 @@ def draw_tile(
 
 @gluon.jit
 def take_kept(PART: gl.constexpr, tile_index, kept, PARTS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Which pairs of tile number ``tile_index`` are kept, of its 64 rows number PART."""
+    """The kept pairs of tile number ``tile_index``, of its 64 rows number PART."""
     slot = slot_of(tile_index, STAGES)
     consumer_wait(kept, slot)
     return kept.data.index(slot.stage * PARTS + PART).load(layout_of_bits(COLUMNS))

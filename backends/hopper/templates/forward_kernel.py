@@ -1,4 +1,4 @@
-"""What the warpgroups of a forward do for Hopper: which work tiles a program takes, its memory.
+"""The warpgroups of Hopper's forward: the work tiles that a program takes, its memory.
 
 A program that has several takes them while the grid lasts: the producer loads the next work tile's
 tiles while the consumers finish the one before, and tells them what the work tile is. Where a mask
@@ -23,7 +23,7 @@ def draw_next(takes, call):
 
 @gluon.jit
 def next_work(work_tile, takes, drawn, work_tiles, call):
-    """What the program is to do after ``work_tile``, or that itself where ``takes`` is 0."""
+    """The work tile after ``work_tile``, or that itself where ``takes`` is 0."""
     if DRAWN:
         found = gl.where(takes != 0, gl.num_programs(0) + drawn, work_tile)
         if (takes != 0) & (drawn == work_tiles - 1):

@@ -7,7 +7,7 @@ Follows ``forward_shared`` in one module.
 #: begin
 @gluon.jit
 def count_tiles(tile, shift, scope):
-    """As ``forward_visits``; where a work tile needs one and has none, one PARTIAL beyond all keys."""
+    """``forward_visits``; where a work tile needs one and has none, one PARTIAL beyond all keys."""
     visits = forward_visits(tile, shift, scope)
     nothing = False
     if NEEDS_TILE:
@@ -37,7 +37,7 @@ def tile_at(step, work, PARTIAL: gl.constexpr):
 
 @gluon.jit
 def attends(step, row_tile, work):
-    """Whether rows ``row_tile * ROWS ...`` may have a live pair in PARTIAL tile number ``step``."""
+    """Tell whether rows ``row_tile * ROWS ...`` may have a live pair in PARTIAL tile ``step``."""
     there = row_tile * ROWS < work.scope.sizes.q_len
     if ROWS_HAVE_TILES:
         kv_tile = tile_at(step, work, True)
@@ -47,7 +47,7 @@ def attends(step, row_tile, work):
 
 @gluon.jit
 def tiles_of_rows(PART: gl.constexpr, work):
-    """Of the work tile's tiles, those that one consumer's rows attend to: a part without gaps.
+    """The tiles that one consumer's rows attend to: a part of the work tile's without gaps.
 
     The first PARTIAL one, the one behind the last, and the number of FULL ones; a consumer without
     any takes one of them. Before FULL tiles none is left out: when weights wait for the product

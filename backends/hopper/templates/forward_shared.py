@@ -1,4 +1,4 @@
-"""What the forward kernels for Hopper share: their head, their order of tiles, their softmax."""
+"""The common part of Hopper's forward kernels: their head, their order of tiles, their softmax."""
 # ruff: noqa: F821
 
 #: begin
@@ -69,7 +69,7 @@ def place_of_work(work_tile, call):
 
 @gluon.jit
 def parts_of_keys(kv_tile, work):
-    """What is looked up by the tile's keys: by neighbouring threads, once."""
+    """Values looked up by the tile's keys: by neighbouring threads, once."""
     columns = kv_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [4], [0]))
     kv = positions(columns, work.scope.sizes.kv_len, work.origins.kv, KV_KIND)
     return kv_parts_of_pairs(kv, work.scope)
@@ -77,7 +77,7 @@ def parts_of_keys(kv_tile, work):
 
 @gluon.jit
 def factors_of_scores(scale, work):
-    """Of ``q . k`` first, of final scores then, which are in base 2 after it; steepness of columns.
+    """Factors of ``q . k``, then of final scores, which are in base 2 after it; steepness of columns.
 
     The running maximum needs a positive factor, so a negative scale is applied to the scores, and
     the sign of a factor that programs know to the queries.
@@ -244,7 +244,7 @@ def soften(
 
 @gluon.jit
 def natural_peak(row_max, factors):
-    """What the weights of rows are relative to, in natural units; and what rounding took from it."""
+    """The peak that weights of rows are relative to, in natural units; and what rounding took from it."""
     found, lost = row_max, 0.0
     if WIDE:
         factor = factor_of_final(factors)

@@ -1,4 +1,4 @@
-"""How a backward's producer keeps the order in which work tiles add to sums of dQ.
+"""The order in which work tiles add to sums of dQ, which a backward's producer keeps.
 
 The consumers compute, and wait before they add. The producer waits for the turn of the tile that
 they compute on, and passes on that of the tile before it, while they compute.
@@ -19,7 +19,7 @@ same sums, and the bits are the same in every run.
 
 @gluon.jit
 def tiles_ahead(masked, work):
-    """How many of the ``masked`` query tiles, which need the mask's code, come before FULL ones."""
+    """Number of the ``masked`` query tiles, which need the mask's code, that come before FULL ones."""
     ahead = 0
     if TWO_SIDED:
         visits = work.visits
