@@ -120,7 +120,7 @@ def test_lists_may_only_shrink(found, message):
 
 
 EXEMPT = re.compile(
-    r".*/templates/|backends/device/|backends/hopper/(library|records|functions)\.py|tools/"
+    r"backends/(emit|triton)/templates/|backends/hopper/templates/diagonals\.py|tools/"
 )
 """Device code, its records and tools: their openings are not all in order yet."""
 

@@ -1,4 +1,4 @@
-"""Which pairs of a tile dropout keeps, as ``backends.philox`` lays it out."""
+"""The pairs of a tile that dropout keeps, in the layout of ``backends.dense.philox``."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def philox4x32(c0, c1, c2, c3):
 
 @triton.jit
 def drop_of_head(p, head_of_batch, seed):
-    """What decides which pairs of a head are dropped, in the terms of ``backends.philox``.
+    """The record that decides which pairs of a head are dropped (``backends.dense.philox``).
 
     Args:
         p: With what probability a pair is dropped: a number, or a tile of one.
@@ -46,7 +46,7 @@ def drop_of_head(p, head_of_batch, seed):
 
 @triton.jit
 def drop_of_part(p, head_of_batch, seed, row, key):
-    """As :func:`drop_of_head`, for a part of a whole: its places count on from others.
+    """:func:`drop_of_head` for a part of a whole: its places count on from others.
 
     Args:
         p: As there.
@@ -69,7 +69,7 @@ def rotated(word, NUMBER: tl.constexpr):
 
 @triton.jit
 def lower_planes(words):
-    """Of four words (uint32) that are bits 4 to 7 of draws, those of bits 0 to 3.
+    """The words of bits 0 to 3 of draws, from four words (uint32) of bits 4 to 7.
 
     As ``backends.philox`` has them, its ``ROTATIONS`` among them.
     """
@@ -102,7 +102,7 @@ def refined(kept, planes, FIRST: tl.constexpr, least):
 def kept_pairs(
     first_row, first_column, p, head_of_batch, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Which pairs of a tile are kept: int8 (ROWS, COLUMNS), 0 or 1; of ``backends.philox``.
+    """The pairs of a tile that are kept: int8 (ROWS, COLUMNS), 0 or 1.
 
     ``first_row`` is a multiple of 16, ``first_column`` of COLUMNS or of 128, ROWS and COLUMNS are
     powers of two from 16 on, and ``p`` is a number or a tile (1, 1). Of tiles of fewer than 128
@@ -117,7 +117,7 @@ def kept_pairs_of_part(
     first_row, first_column, p, head_of_batch, seed, row, key,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`kept_pairs`, for a part of a whole; see :func:`drop_of_part`."""
+    """:func:`kept_pairs` for a part of a whole; see :func:`drop_of_part`."""
     of_head = drop_of_part(p, head_of_batch, seed, row, key)
     return kept_of_head(of_head, first_row, first_column, ROWS, COLUMNS)
 
@@ -150,7 +150,7 @@ def kept_single_pairs(
     first_row, first_column, p, head_of_batch, seed, q, kv, starts,
     BY_Q: tl.constexpr, BY_KV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`kept_pairs`, drawn for each pair alone: for a part that begins within blocks.
+    """:func:`kept_pairs`, drawn for each pair alone: for a part that begins within blocks.
 
     Args:
         first_row: The tile's first row in the part.

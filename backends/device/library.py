@@ -63,13 +63,13 @@ def rows_of(tensor, b, h):
 
 @triton.jit
 def head_of_result(tensor, b, h, WIDTH: tl.constexpr):
-    """Where a result has a head, whose strides count rows of WIDTH elements."""
+    """Pointer to a head of a result, whose strides count rows of WIDTH elements."""
     return tensor.base + (b * tensor.stride_b + h * tensor.stride_h) * WIDTH
 
 
 @triton.jit
 def rows_of_result(tensor, b, h, WIDTH: tl.constexpr):
-    """As :func:`rows_of`, of a result whose strides count rows of WIDTH elements."""
+    """:func:`rows_of` of a result whose strides count rows of WIDTH elements."""
     return Rows(head_of_result(tensor, b, h, WIDTH), tensor.stride_n * WIDTH)
 
 
@@ -104,7 +104,7 @@ def with_statistics(operands, head_of_batch, sizes):
 
 @triton.jit
 def plane_of(sizes):
-    """How far the rests of a ``LogSum`` lie behind the shifts in (2, batch, heads, q_len)."""
+    """Offset of the rests of a ``LogSum`` behind the shifts in (2, batch, heads, q_len)."""
     return (tl.full([], 0, tl.int64) + sizes.batch) * sizes.heads * sizes.q_len
 
 
@@ -229,7 +229,7 @@ def dot_add(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def is_finite(tile):
-    """Whether all elements of a tile are."""
+    """Tell whether all elements of a tile are finite."""
     return tl.sum(tl.sum(not_finite(tile), 1), 0) == 0
 
 

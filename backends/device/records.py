@@ -32,7 +32,7 @@ class Head(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """What all functions of a program may read: the head, sizes, and what the program adds.
+    """The head, the sizes and the program's arguments, which all its functions may read.
 
     A kernel makes one as soon as it knows the head.
     """
@@ -44,7 +44,7 @@ class Scope(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """What gives logical positions of rows and of keys: an offset, or where one or a map lies."""
+    """Sources of logical positions of rows and of keys: an offset, or where one or a map lies."""
 
     q: Any
     kv: Any
@@ -58,7 +58,7 @@ class Shift(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """Where a tensor (batch, heads, rows, width) lies; its last dim has stride 1."""
+    """Pointer and strides of a tensor (batch, heads, rows, width); its last dim has stride 1."""
 
     base: Any
     stride_b: Any
@@ -67,7 +67,7 @@ class Tensor(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """Where dK and dV (batch, kv_heads, kv_len, width) lie, and how many rows their dims step."""
+    """Pointers to dK and dV (batch, kv_heads, kv_len, width), and strides in rows."""
 
     dk: Any
     dv: Any
@@ -87,7 +87,7 @@ class Rows(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Which tiles a program visits: how many FULL and PARTIAL ones.
+    """Numbers of FULL and PARTIAL tiles that a program visits.
 
     The rest is of listed tiles: the first live tile (-1 where live tiles or FULL ones have gaps),
     and the first FULL one.
@@ -178,7 +178,7 @@ class PackedRows(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What a raw score is multiplied by, and what gives its exponential in base 2."""
+    """Factors of a raw score, and of its exponential in base 2."""
 
     scale: Any
     of_scores: Any
@@ -200,7 +200,7 @@ class EveryPart(NamedTuple):
 
 
 class UnitPlaces(NamedTuple):
-    """Where packed rows lie: their tile of queries, the scope of their first head, and of each row.
+    """Places of packed rows: their tile of queries, the scope of their first head, and of each row.
 
     The head of ``scope_of_rows`` has a column of numbers of query heads. ``factors`` are those of
     their scores. ``token`` is the first one of their request, 0 where rows are not packed by
@@ -245,7 +245,7 @@ class PagedKeys(NamedTuple):
 
 
 class RowFactors(NamedTuple):
-    """As ``Factors``, and what products of each row of q are multiplied by."""
+    """``Factors``, and those of the products of each row of q."""
 
     scale: Any
     of_scores: Any
@@ -253,7 +253,7 @@ class RowFactors(NamedTuple):
 
 
 class RequestTokens(NamedTuple):
-    """Where the first token of each request stands, and behind it that of the next.
+    """Place of the first token of each request, and behind it that of the next.
 
     ``tokens`` is the number of all tokens, ``most`` that of a request's which are computed.
     """
@@ -273,7 +273,7 @@ class PageOfKeys(NamedTuple):
 
 
 class PartsRoom(NamedTuple):
-    """Where parts of one tile's keys leave sums (parts, rows, width), row sums and row maxima."""
+    """Room for sums (parts, rows, width), row sums and row maxima of parts of one tile's keys."""
 
     sums: Any
     row_sums: Any
@@ -290,7 +290,7 @@ class Pairs(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of a tile of pairs, what kernels of gradients and of tangents compute again."""
+    """Values of a tile of pairs that kernels of gradients and of tangents compute again."""
 
     p: Any
     """The weights."""
@@ -323,7 +323,7 @@ class Corner(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one program sums: a tile of one (batch entry, head) told apart, and which part."""
+    """One program's share of a sum: a tile of one (batch entry, head) told apart, and its part."""
 
     corner: Corner
     b: Any
@@ -350,7 +350,7 @@ class Place(NamedTuple):
 
 
 class Extremes(NamedTuple):
-    """Where the least and greatest values of a mask's row and column expressions lie."""
+    """Pointers to the least and greatest values of a mask's row and column expressions."""
 
     row_ints: Any
     row_floats: Any

@@ -166,7 +166,7 @@ class KernelFacts:
     features: tuple[str, ...] = ()
     """Flags of what a Hopper backward has for gradients of captures (``Wants.features``)."""
     takes_turns: bool = False
-    """Whether a Hopper backward adds to sums of dQ in a fixed order (``features/turns.py``)."""
+    """Whether a Hopper backward adds to dQ in a fixed order (``features/ordered_dq.py``)."""
     small_tiles: bool = False
     """Whether a call's lengths are such that smaller tiles of a Hopper kernel are faster."""
     wide_out: bool = False

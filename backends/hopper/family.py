@@ -19,16 +19,16 @@ from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_fp32, given_room, memory_order, wide_dtype
 from ..triton.captures import KINDS
 from .bound import FLOAT_BYTES, Launches, backward_of, forward_of
-from .copies import room_for
+from .capture_sums import Statistics, gradients_of_parts
 from .features import BY_FLAG, FEATURES
 from .kernels import FIXED, KERNELS
 from .launch import RowStatistics, TensorMaps, descriptor_strides
 from .layout import HopperLayout, layout_of
-from .learned import Statistics, gradients_of_parts
-from .pair_tiles import window, with_pair_tiles
+from .support import most_head_dim, why_not
 from .tangents import launch_with_tangents, readable
 from .tiles import has_small_tiles
-from .why_not import most_head_dim, why_not
+from .tma_bias import window, with_pair_tiles
+from .tma_copies import room_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

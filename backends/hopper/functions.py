@@ -24,8 +24,8 @@ from ..emit.device_functions import PAIR, program_function
 from ..emit.expression import print_expressions
 from ..emit.template import pair_body
 from ..kernels.kernel import Task
+from .capture_sums import slope_for_factor
 from .features.bias import pair_params
-from .learned import slope_for_factor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ..emit.expression import Names
     from ..emit.facts import KernelFacts
-    from .learned import Learned
+    from .capture_sums import Learned
 
 
 def print_functions(
@@ -69,7 +69,7 @@ def print_functions(
     row = placed.row if forward else without(placed.row)
     column = without(placed.column) if forward else placed.column
     of_pairs = [
-        ("mask_of_pair", mask, "Whether each pair takes part."),
+        ("mask_of_pair", mask, "The pairs that take part."),
         ("score_of_pair", pair, "The score from scale * (q . k), without other parts."),
         ("weight_of_pair", weights, "The weight that the program gives to its score."),
     ]
@@ -80,8 +80,8 @@ def print_functions(
         of_pairs.append(("slope_of_weight", by_score, "The weight's derivative by the score."))
     of_parts = (
         ("factor_of_score", placed.inner, "", "A factor of scale * (q . k)."),
-        ("row_of_score", row, "q, origin, q_parts", "What the score has of the row alone."),
-        ("column_of_score", column, "kv, away, kv_parts", "What it has of the column alone."),
+        ("row_of_score", row, "q, origin, q_parts", "The part of the score of the row alone."),
+        ("column_of_score", column, "kv, away, kv_parts", "Its part of the column alone."),
         ("steepness_of_column", placed.steepness, "", "The column's part by its distance."),
         ("factor_of_weights", common, "", "A factor of all weights of a head."),
         ("sink_of_head", program.sink, "", "The logit that is in the denominator of each row."),
@@ -165,7 +165,7 @@ def _parts_function(
         f"{variable}_parts_of_pairs",
         variable,
         facts,
-        f"What masks and scores look up by ``{variable}`` alone.",
+        f"Values that masks and scores look up by ``{variable}`` alone.",
         body,
         bool(parts),
     ), used

@@ -22,11 +22,11 @@ from ..emit.text import wrapped
 from ..kernels.kernel import Task
 from ..log_sum import FAR
 from .blocks import block_width, is_above_128
+from .capture_sums import Learned, learned_in_kernel
 from .features import FEATURES
 from .features.feature import ModuleSpec, parts_of
-from .features.skips import own_tiles
+from .features.tile_skipping import own_tiles
 from .functions import print_functions, weights_and_factor
-from .learned import Learned, learned_in_kernel
 from .memory import has_own_output, query_slots
 
 if TYPE_CHECKING:

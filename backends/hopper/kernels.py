@@ -16,12 +16,12 @@ from ..log_sum import FAR
 from .arguments import arguments_of
 from .blocks import block_width, widest
 from .features import BY_FLAG
-from .features.skips import parts_of_lists
+from .features.tile_skipping import parts_of_lists
 from .generate import generate, has_wide_lines, has_wide_pairs
 from .memory import deepened
-from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
 from .tiles import CANDIDATES, candidates, for_lengths, with_few_keys
+from .tma_bias import fitting
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan

@@ -16,13 +16,13 @@ from ..kernels.signature import PADDING
 from ..memory_order import given_room
 from .arguments import blocks_of, moved_argument
 from .blocks import block_width
-from .copies import room_for
+from .capture_sums import Learned, learned_in_kernel
 from .features import FEATURES
 from .features.feature import ModuleSpec, OwnTiles
 from .features.persistence import is_drawn
 from .launch import RowStatistics, Views, descriptor_strides, launch_of, view
-from .learned import Learned, learned_in_kernel
-from .pair_tiles import is_readable, window
+from .tma_bias import is_readable, window
+from .tma_copies import room_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -3,8 +3,7 @@
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from ..device.library import positions
 from .shim import COPIES_OPERANDS
@@ -12,13 +11,13 @@ from .shim import COPIES_OPERANDS
 
 @gluon.jit
 def as_block(x):
-    """What it is given: Gluon spreads a scalar to the tile that it meets."""
+    """The argument itself: Gluon spreads a scalar to the tile that it meets."""
     return x
 
 
 @gluon.jit
 def spread(values, places):
-    """What is known of each of ``places``, a vector's or a tile's row or column, like these."""
+    """``values`` in the shape of ``places``, which are a vector, a tile's row or its column."""
     if len(places.shape) == 1:
         found = gl.convert_layout(values, places.type.layout)
     elif places.shape[0] == 1:
@@ -71,7 +70,7 @@ def ramp(begin, steepness, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def ramps(begins, steepness, NUMBER: gl.constexpr, SCORES: gl.constexpr):
-    """As :func:`ramp`, for each row of a product from its own begin."""
+    """:func:`ramp` for each row of a product from its own begin."""
     ROWS: gl.constexpr = begins.shape[0]
     zeros = gl.full([ROWS, NUMBER], 0.0, gl.float32, layout=SCORES)
     EIGHTHS: gl.constexpr = gl.reshape(zeros, [ROWS, NUMBER // 8, 8]).type.layout
@@ -139,36 +138,6 @@ def mixed_exp2(x, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def release(barrier, PER_THREAD: gl.constexpr):
-    """Say that this warpgroup has read what ``barrier`` guards.
-
-    If PER_THREAD, every thread says so (128 arrivals) when its copies by cp.async have come. There
-    are none: the plain way, once for all, makes the four warps wait for each other first. It waits
-    for no load of a thread's own from there: what was loaded must have been used before.
-    """
-    if PER_THREAD:
-        async_copy.mbarrier_arrive(barrier, increment_count=False)
-    else:
-        mbarrier.arrive(barrier, count=1)
-
-
-@gluon.jit
-def pack_fields(values):
-    """Up to 16 integers, each known to all threads, as a vector."""
-    places = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    found = places * 0
-    for number in gl.static_range(len(values)):
-        found = gl.where(places == number, values[number], found)
-    return found
-
-
-@gluon.jit
-def read_field(memory, NUMBER: gl.constexpr):
-    """Number ``NUMBER`` of :func:`pack_fields` in shared memory, known to all threads."""
-    return gl.sum(memory.slice(NUMBER, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def multiply(left, right, zeros, WIDTH: gl.constexpr):
     """Begin the product of two tiles' rows, of which all columns from ``WIDTH`` on are zeros."""
     if left.shape[1] == 256 and WIDTH <= 192:
@@ -210,7 +179,7 @@ def pack(tile, HALF: gl.constexpr):
 
 @gluon.jit
 def unpack(words, zero, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """What :func:`pack` packed, in ``LAYOUT``; ``zero`` is one that no compiler knows to be."""
+    """The tile that :func:`pack` packed, in ``LAYOUT``; no compiler knows that ``zero`` is 0."""
     if COPIES_OPERANDS:
         # Words of the product's own: of those that a loop carries, the next turn's are written
         # while the product reads them, and ptxas would wait for it (C7513). A plain copy, or a
@@ -221,7 +190,7 @@ def unpack(words, zero, HALF: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def halves(words, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """What :func:`pack` packed, in ``LAYOUT``, and in the same registers."""
+    """The tile that :func:`pack` packed, in ``LAYOUT``, and in the same registers."""
     both = gl.join(words.to(gl.int16), (words >> 16).to(gl.int16))
     tile = gl.reshape(both, [words.shape[0], 2 * words.shape[1]])
     return gl.convert_layout(tile.to(HALF, bitcast=True), LAYOUT)
@@ -229,7 +198,7 @@ def halves(words, HALF: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def widened(words, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """What :func:`pack` packed, in fp32 and in ``LAYOUT``."""
+    """The tile that :func:`pack` packed, in fp32 and in ``LAYOUT``."""
     if gl.bfloat16 == HALF:
         left = (words << 16).to(gl.float32, bitcast=True)
         right = (words & -65536).to(gl.float32, bitcast=True)
@@ -494,22 +463,6 @@ def count_turn(count):
         """,
         "=r,l,r", [count.to(gl.int64), threads], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def slot_of(count, STAGES: gl.constexpr):
-    """Where tile number ``count`` lies among STAGES of them, and its barrier's phase there.
-
-    As ``count % STAGES`` and ``count // STAGES & 1``. Compilers do not know that counts are not
-    negative: what they make of a division takes registers from others.
-    """
-    if STAGES == 1 or STAGES == 2 or STAGES == 4:
-        stage = count & (STAGES - 1)
-        phase = (count >> (STAGES // 2)) & 1
-    else:
-        stage = count % STAGES
-        phase = (count // STAGES) & 1
-    return stage, phase
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Records that Hopper's device functions take: rings of shared memory, and what a program works on.
+"""Records that Hopper's device functions take: channels in shared memory, work tiles of a program.
 
 They are NamedTuples, as those that both families of kernels have (:mod:`..device.records`). A field
 that a kernel has no use for is None; a flag of the generated module says so, and nobody reads it.
@@ -9,8 +9,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Ring(NamedTuple):
-    """Stages of shared memory that tiles go through in turn."""
+class Slot(NamedTuple):
+    """A stage of a channel, and the phase of its barriers."""
+
+    stage: Any
+    phase: Any
+
+
+class Channel(NamedTuple):
+    """Stages of shared memory that tiles go through in turn, from the producer to the consumers."""
 
     desc: Any
     """Describes where tiles come from: a tuple where several tensors have one each."""
@@ -19,13 +26,13 @@ class Ring(NamedTuple):
     full: Any
     """Barriers: the tile has come."""
     empty: Any
-    """Barriers: all consumers have read the tile."""
+    """Barriers: all consumers have read the tile; None where nothing takes its place."""
     tangent: Any
-    """A :class:`Tangent`, which comes with the tile."""
+    """:class:`Tiles` of the operand's tangent."""
 
 
-class Tangent(NamedTuple):
-    """Tiles of an operand's tangent: where they come from, and their stages."""
+class Tiles(NamedTuple):
+    """Tiles that come with those of a channel: where they come from, and their stages."""
 
     desc: Any
     data: Any
@@ -34,17 +41,17 @@ class Tangent(NamedTuple):
 class ForwardMemory(NamedTuple):
     """Shared memory of a forward."""
 
-    q: Ring
-    k: Ring
-    v: Ring
+    q: Channel
+    k: Channel
+    v: Channel
     out: Any
     """Place of the output; None where it takes that of q."""
-    fields: Any
-    """Ring of one stage, in which the producer says what a work tile is (``announce_work``)."""
+    items: Channel
+    """One stage, in which the producer says what a work tile is: a ``QueryItem``."""
     kept: Any
-    """Ring of which pairs dropout keeps."""
+    """Channel of which pairs dropout keeps."""
     bias: Any
-    """Ring of what each pair looks up: one stage a consumer."""
+    """Channel of what each pair looks up: one stage a consumer."""
     overflowed: Any
     """Whether weights were too large or too small: of two work tiles, for each consumer."""
 
@@ -52,35 +59,35 @@ class ForwardMemory(NamedTuple):
 class BackwardMemory(NamedTuple):
     """Shared memory of a backward."""
 
-    q: Ring
-    k: Ring
-    v: Ring
-    do: Ring
-    lse: Ring
+    q: Channel
+    k: Channel
+    v: Channel
+    do: Channel
+    lse: Tiles
     """The rests of a ``LogSum``; comes with q."""
-    delta: Ring
+    delta: Tiles
     """rowsum(dO * O) - dlse; comes with dO."""
-    ds: Ring
+    ds: Channel
     """dS (keys, queries), which both consumers read; ``desc`` says where it is stored."""
     shifts: Any
     """Pointer to the shifts of a ``LogSum``; see ``row_statistics``."""
     p_slope: Any
     """Above head dim 128: weights' derivatives by the score (keys, queries)."""
-    fields: Any
-    """Ring of one stage, in which the producer says what a work tile is."""
+    items: Channel
+    """One stage, in which the producer says what a work tile is: a ``KeyItem``."""
     kept: Any
-    """Ring of which pairs dropout keeps."""
+    """Channel of which pairs dropout keeps."""
     bias: Any
-    """Ring of what each pair looks up."""
+    """Channel of what each pair looks up."""
     lines: Any
     """Where the producer adds up dS along diagonals."""
-    turns: Any
-    """Ring of the last two query tiles: where each one's count lies, and its turn. A tile is full
-    when the consumers may add to its sums of dQ."""
+    turns: Channel
+    """The last two query tiles, each a ``Turn``. A stage is full when the consumers may add to the
+    tile's sums of dQ."""
 
 
 class Call(NamedTuple):
-    """What all work tiles of a launch share."""
+    """Arguments that all work tiles of a launch share."""
 
     scale: Any
     sizes: Any
@@ -95,7 +102,7 @@ class Call(NamedTuple):
 
 
 class ForwardResults(NamedTuple):
-    """Where results go: descriptors of tiles, pointers to numbers of each row."""
+    """Descriptors of tiles of results, pointers to numbers of each row."""
 
     out: Any
     lse: Any
@@ -104,7 +111,7 @@ class ForwardResults(NamedTuple):
 
 
 class BackwardResults(NamedTuple):
-    """Where gradients go."""
+    """Pointers to gradients."""
 
     dq_sums: Any
     keys: Any
@@ -113,6 +120,40 @@ class BackwardResults(NamedTuple):
     """Describes where dS is stored; None where it is not."""
     stored_tiles: Any
     """Which tiles of dS have been stored."""
+
+
+class QueryItem(NamedTuple):
+    """A work tile of a forward, in integers; its fields are those of ``Work``."""
+
+    work_tile: Any
+    """Its number; below 0, or beyond the last, where there is none."""
+    tile: Any
+    b: Any
+    h: Any
+    hkv: Any
+    full: Any
+    partial: Any
+    first_live: Any
+    first_full: Any
+    nothing: Any
+    uses_fixed_max: Any
+
+
+class KeyItem(NamedTuple):
+    """A work tile of a backward, in integers."""
+
+    work_tile: Any
+    """Its number; beyond the last where there is none."""
+    tile: Any
+    b: Any
+    hkv: Any
+
+
+class Turn(NamedTuple):
+    """A query tile that waits for its turn: where its count lies, -1 for none, and the turn."""
+
+    place: Any
+    turn: Any
 
 
 class Work(NamedTuple):
@@ -195,7 +236,7 @@ class Kept(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What has been looked up for a tile of pairs: by queries, by keys, by pairs."""
+    """Values looked up for a tile of pairs: by queries, by keys, by pairs."""
 
     q: Any
     kv: Any
@@ -216,7 +257,7 @@ class Factors(NamedTuple):
 
 
 class MaxRule(NamedTuple):
-    """How a row's maximum is followed."""
+    """The way in which a row's maximum is followed."""
 
     least_max: Any
     uses_fixed_max: Any
@@ -249,7 +290,7 @@ class RunningTangent(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What a producer draws for the tile before the one that it loads."""
+    """The draw for the tile before the one that a producer loads."""
 
     drop: Any
     first_row: Any

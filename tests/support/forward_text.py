@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.emit.facts import PairTile
-from attndsl.backends.hopper.features.skips import own_tiles
+from attndsl.backends.hopper.features.tile_skipping import own_tiles
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
@@ -155,7 +155,7 @@ def run_forward(
         flags["ROWS_HAVE_TILES"] = False
     kernel = Kernel("forward", lowered, facts, config)
     text = kernel.text(shown, flags)
-    own = bool(number_of(text, "gl.allocate_shared_memory(o_desc.dtype, ...)"))
+    own = bool(number_of(text, "allocate_tiles(results.out, ...)"))
     assert own == (width != WIDTH)
     two_slots = config.persistent and not own and not run.wide
     assert ("QUERIES = tl.constexpr(2)" in text) == two_slots

@@ -217,7 +217,8 @@ class Descriptor:
 
     @property
     def block_type(self) -> SimpleNamespace:
-        return SimpleNamespace(nbytes=self.rows * self.tensor.shape[3] * 2)
+        width = self.tensor.shape[3]
+        return SimpleNamespace(nbytes=self.rows * width * 2, shape=[1, 1, self.rows, width])
 
     def block(self, place: list[Any]) -> torch.Tensor:
         b, h, first, _ = map(int, place)
@@ -231,11 +232,12 @@ class Vector:
     tensor: torch.Tensor
     rows: int
 
+    dtype = torch.float32
     layout = None
 
     @property
     def block_type(self) -> SimpleNamespace:
-        return SimpleNamespace(nbytes=self.rows * 4)
+        return SimpleNamespace(nbytes=self.rows * 4, shape=[self.rows])
 
     def block(self, place: list[Any]) -> torch.Tensor:
         first = int(place[0])

@@ -7,12 +7,13 @@ from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from triton import JITFunction
 
 from attndsl.backends.dense.philox import kept_at
 from attndsl.backends.device import records
 from attndsl.backends.device.library import head_of, place_of_item
+from attndsl.backends.hopper import channels
 from attndsl.backends.hopper import records as hopper_records
-from attndsl.backends.hopper.library import slot_of
 
 from .gluon_machine import (
     Addition,
@@ -71,6 +72,7 @@ class Operations:
             ),
             "attndsl.backends.hopper": SimpleNamespace(dialect=language),
             "attndsl.backends.hopper.dialect": language,
+            "attndsl.backends.hopper.channels": self.channels(barrier, language),
             "attndsl.backends.hopper.library": SimpleNamespace(
                 add_to_sums=self.add_tile, signal_p=self.signal_p,
                 await_turn=self.await_turn, count_turn=self.count_turn,
@@ -83,7 +85,6 @@ class Operations:
                 multiply=self.multiply_rows,
                 # Rows side by side here, so that any number of them will do.
                 max_of_two_rows=lambda peak: peak.view(-1, 2).amax(1).repeat_interleave(2),
-                release=lambda barrier, each: self.arrive(barrier, 128 if each else 1),
                 ramps=lambda begins, slope, size, layout: (
                     begins[:, None] + slope * language.arange(0, size)
                 ),
@@ -96,7 +97,6 @@ class Operations:
                 ),
                 fold_partials=lambda eighths: eighths.reshape(len(eighths), 4, 2).sum(2),
                 lazy_max=torch.maximum,
-                slot_of=FunctionType(slot_of.fn.__code__, {}),
                 lazy_rescale=lambda tile, factors: tile * factors[:, None],
                 lazy_shift=lambda scores, rests, shifts, factor: scores,
                 lazy_difference=lambda tile, shifts: tile - shifts[:, None],
@@ -105,10 +105,6 @@ class Operations:
                 ),
                 unpack=lambda words, zero, half, layout: words,
                 widened=lambda words, half, layout: words.float(),
-                read_field=lambda memory, number: memory.load(None)[number],
-                pack_fields=lambda values: torch.tensor(
-                    [*map(int, values), *[-1] * (16 - len(values))]
-                ),
             ),
             "attndsl.backends.hopper.dropout": SimpleNamespace(
                 factor_of_kept=lambda p: 1 / (1 - torch.as_tensor(p)),
@@ -139,6 +135,17 @@ class Operations:
                 sigmoid_approx=torch.sigmoid, tanh_approx=torch.tanh,
             ),
         }  # fmt: skip
+
+    def channels(self, barrier: SimpleNamespace, language: SimpleNamespace) -> SimpleNamespace:
+        """The module itself, on barriers of the machine."""
+        each = SimpleNamespace(mbarrier_arrive=lambda x, increment_count: self.arrive(x, 128))
+        names = {**vars(channels), "gl": language, "mbarrier": barrier, "async_copy": each}
+        names["tma_load"] = self.load_tile
+        for name, found in vars(channels).items():
+            if isinstance(found, JITFunction) and found.__module__ == channels.__name__:
+                own = found.fn
+                names[name] = FunctionType(own.__code__, names, name, own.__defaults__)
+        return SimpleNamespace(**names)
 
     def language(self) -> SimpleNamespace:
         def where(condition: Any, left: Any, right: Any) -> Any:

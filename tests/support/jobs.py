@@ -8,7 +8,7 @@ from attndsl.backends.generated.source import source_of
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.hopper.kernels import KERNELS
-from attndsl.backends.hopper.why_not import why_not
+from attndsl.backends.hopper.support import why_not
 from attndsl.backends.kernels.kernel import Job, Task
 from attndsl.backends.kernels.machine import machine_of
 from attndsl.backends.triton.family import Portable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.hopper.features.skips import own_tiles
+from attndsl.backends.hopper.features.tile_skipping import own_tiles
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
@@ -153,7 +153,7 @@ def run_tangent(
         flags["ROWS_HAVE_TILES"] = False
     text = kernel.text(shown, flags)
     own = width != WIDTH or (config.persistent and not run.wide)
-    assert bool(number_of(text, "gl.allocate_shared_memory(o_desc.dtype, ...)")) == own
+    assert bool(number_of(text, "allocate_tiles(results.out, ...)")) == own
     outs = [torch.full((*q.shape[:3], width), torch.nan, dtype=torch.float16) for _ in range(2)]
     rows = [torch.full((parts, q.shape[:3].numel()), torch.nan) for parts in (2, 1)]
     parts = own_tiles(lowered, facts, Task.FORWARD_TANGENT, config).parts

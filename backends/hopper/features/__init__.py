@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from .bias import BIAS
 from .diagonals import DIAGONALS
 from .dropout import DROPOUT
+from .ordered_dq import TURNS
 from .persistence import PERSISTENCE
 from .row_max import BOUNDED, FIXED_MAX, HALVES
-from .skips import SKIPS
 from .stored_ds import STORED_DS
 from .sums import CHECKS, COLUMN_SUMS, FACTOR_SUMS
 from .tangents import TANGENTS
-from .turns import TURNS
+from .tile_skipping import SKIPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Tensors that pairs look up, read by tiles: ``bias[h, q, kv]``, masks ``allowed[q, kv]``.
 
 Each consumer has one tile of each tensor in shared memory. Which tensors they are says
-:mod:`..pair_tiles`.
+:mod:`..tma_bias`.
 """
 
 from __future__ import annotations

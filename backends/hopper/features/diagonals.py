@@ -16,7 +16,7 @@ import torch
 
 from ...kernels.signature import PADDING
 from ...triton.captures.distances import BY_DISTANCE, add_distance_gradients
-from ..learned import holds_score_gradient
+from ..capture_sums import holds_score_gradient
 from ..tiles import for_busy_producers
 from .feature import Buffer, Feature, has_flag
 

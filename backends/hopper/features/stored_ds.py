@@ -20,7 +20,7 @@ from ...base import StoredDS
 from ...gradients.terms import ONE, terms_of
 from ...triton.captures.pairs import BY_PAIRS, OF_STORED
 from ..blocks import Block
-from ..learned import holds_score_gradient
+from ..capture_sums import holds_score_gradient
 from .feature import Buffer, Feature, has_flag
 
 if TYPE_CHECKING:

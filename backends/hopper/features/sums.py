@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...memory_order import empty_fp32
-from ..learned import learned_in_kernel
+from ..capture_sums import learned_in_kernel
 from .feature import Buffer, Feature
 
 if TYPE_CHECKING:

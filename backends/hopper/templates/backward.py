@@ -35,28 +35,28 @@ def add_query_tile(
     head, sizes = work.scope.head, work.scope.sizes
     dk, dv, column_sums = sums
     WIDTH: gl.constexpr = D // 2
-    stage, phase = slot_of(tile_index, STAGES)
+    slot = slot_of(tile_index, STAGES)
     first = q_index * BLOCK_M
     # An index that no compiler knows to be zero. It would compute the products' descriptors before the
     # loop, 64 bits for every 16 columns of k and of v, and spill them; then each step waits for
     # their reload behind the sums of dQ.
     only = tile_index >> 31
     k_tile = memory.k.data.index(only).reshape([BLOCK_N, D])
-    q_tile = memory.q.data.index(stage).reshape([BLOCK_M, D])
-    do_tile = memory.do.data.index(stage).reshape([BLOCK_M, DV])
+    q_tile = memory.q.data.index(slot.stage).reshape([BLOCK_M, D])
+    do_tile = memory.do.data.index(slot.stage).reshape([BLOCK_M, DV])
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
     shift = place_of_shifts(memory.shifts, head, first, sizes, padded)
-    mbarrier.wait(memory.q.full.index(stage), phase)
+    consumer_wait(memory.q, slot)
     scoring = warpgroup_mma(
         k_tile.slice(PART * KEYS, KEYS, dim=0), q_tile.permute((1, 0)), zeros, use_acc=False,
         is_async=True,
     )
-    mbarrier.wait(memory.do.full.index(stage), phase)
+    consumer_wait(memory.do, slot)
     v_part = memory.v.data.index(only).reshape([BLOCK_N, DV]).slice(PART * KEYS, KEYS, dim=0)
     weighing = warpgroup_mma(v_part, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     q_parts = parts_of_queries(first, work)
     score = warpgroup_mma_wait(1, deps=[scoring])
-    rest = memory.lse.data.index(stage).load(gl.SliceLayout(0, SCORES))
+    rest = memory.lse.data.index(slot.stage).load(gl.SliceLayout(0, SCORES))
     if SIGNED_WEIGHTS:
         # Weights times the factor of those that are kept, f; then dS = f P * (dP - delta / f).
         rest = rest - kept.log2
@@ -66,8 +66,8 @@ def add_query_tile(
         score, first, parts, LogSum(shift, rest), keys, work, PARTIAL
     )
     if HAS_BIAS:
-        mbarrier.arrive(memory.bias.empty.index(PART), count=1)
-    delta = memory.delta.data.index(stage).load(gl.SliceLayout(0, SCORES))
+        consumer_release(memory.bias, slot_of_bias(PART, tile_index))
+    delta = memory.delta.data.index(slot.stage).load(gl.SliceLayout(0, SCORES))
     if SIGNED_WEIGHTS:
         delta = delta * kept.inverse
     if HAS_DROPOUT:
@@ -129,9 +129,9 @@ def add_query_tile(
         ds_part.permute((1, 0)), k_part, no_dq, use_acc=False, is_async=True
     )
     dv = warpgroup_mma_wait(1, deps=[adding_v])
-    release(memory.do.empty.index(stage), RELEASE_PER_THREAD)
+    consumer_release_by(memory.do, slot, RELEASE_PER_THREAD)
     if ADDS_DIAGONALS and PART == 0:
-        mbarrier.arrive(memory.ds.full.index(tile_index & 1), count=1)
+        producer_commit(memory.ds, slot_of(tile_index, 2))
     adding_k = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[making_q])
     head_row = (head.b * sizes.heads + head.h).to(gl.int64) * padded
@@ -142,11 +142,10 @@ def add_query_tile(
         # of 64 rows it is the slower one. See M9 in docs/measured.md.
         own = head_row * D + gl.to_tensor(q_index).to(gl.int64) * (BLOCK_M * D)
     if TAKES_TURNS:
-        turn_stage, turn_phase = slot_of(tile_index, STAGES)
-        mbarrier.wait(memory.turns.full.index(turn_stage), turn_phase)
+        consumer_wait(memory.turns, slot)
     add_to_sums(results.dq_sums + own + PART * (BLOCK_M * D // 2), dq)
     dk = warpgroup_mma_wait(0, deps=[adding_k])
-    release(memory.q.empty.index(stage), RELEASE_PER_THREAD)
+    consumer_release_by(memory.q, slot, RELEASE_PER_THREAD)
     return KeySums(dk, dv, column_sums)
 
 
@@ -185,10 +184,8 @@ def consume_work(
     """
     sizes, given = call.sizes, call.given
     if PERSISTENT:
-        fields = memory.fields
-        tile = read_field(fields.data, 1)
-        b, hkv = read_field(fields.data, 2), read_field(fields.data, 3)
-        mbarrier.arrive(fields.empty, count=1)
+        _, tile, b, hkv = key_item(memory.items)
+        release_item(memory.items)
     else:
         tile, b, hkv = place_of_work(work_tile, call)
     shift = shift_of(call.origins, Q_KIND, KV_KIND)
@@ -200,8 +197,9 @@ def consume_work(
     dk = gl.zeros([KEYS, D], gl.float32, layout=DK_ROWS)
     dv = gl.zeros([KEYS, DV], gl.float32, layout=DV_ROWS)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
-    mbarrier.wait(memory.k.full, work_index & 1)
-    mbarrier.wait(memory.v.full, work_index & 1)
+    slot = slot_of(work_index, 1)
+    consumer_wait(memory.k, slot)
+    consumer_wait(memory.v, slot)
     group = sizes.heads // sizes.kv_heads
     tile_index = tiles_before
     before = 0.0
@@ -255,7 +253,7 @@ def consume_work(
             before = product
     if PERSISTENT:
         # The next work tile's keys may come.
-        mbarrier.arrive(memory.k.empty, count=1)
+        consumer_release(memory.k, slot)
     if STORES_DS and PART == 0:
         tma_wait(0)
     out = results.keys

@@ -49,7 +49,8 @@ def produce(memory, call):
             work_index += 1
         if TAKES_TURNS:
             finish_turns(tiles_before, memory, call.given)
-        announce_work(work_index, work_tile, 0, 0, 0, memory.fields)
+        acquire_item(memory.items, work_index)
+        announce_item(KeyItem(work_tile, 0, 0, 0), memory.items)
     else:
         load_work(work_tile, 0, 0, memory, call)
 
@@ -61,16 +62,16 @@ def consume(PART: gl.constexpr, results, memory, call):
         sizes = call.sizes
         work_tiles = tl.cdiv(sizes.kv_len, BLOCK_N) * sizes.batch * sizes.kv_heads
         work_index, tiles_before = 0, 0
-        fields = memory.fields
-        mbarrier.wait(fields.full, 0)
-        work_tile = read_field(fields.data, 0)
+        items = memory.items
+        await_item(items, work_index)
+        work_tile = key_item(items).work_tile
         while work_tile < work_tiles:
             tiles_before = consume_work(
                 work_tile, work_index, tiles_before, PART, results, memory, call
             )
             work_index += 1
-            mbarrier.wait(fields.full, work_index & 1)
-            work_tile = read_field(fields.data, 0)
+            await_item(items, work_index)
+            work_tile = key_item(items).work_tile
     else:
         consume_work(gl.program_id(0), 0, 0, PART, results, memory, call)
 
@@ -84,76 +85,53 @@ def run_backward(operands, statistics, bias_descs, results, call):
     """
     q_desc, k_desc, v_desc, do_desc = operands
     lse_desc, delta_desc, shifts = statistics
-    q_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
-    do_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, DV], do_desc.layout)
-    k_s = gl.allocate_shared_memory(HALF, [1, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(HALF, [1, 1, 1, BLOCK_N, DV], v_desc.layout)
+    q_s, do_s = allocate_tiles(q_desc, STAGES), allocate_tiles(do_desc, STAGES)
+    k_s, v_s = allocate_tiles(k_desc, 1), allocate_tiles(v_desc, 1)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_s = gl.allocate_shared_memory(HALF, [1 if ABOVE_128 else 2, BLOCK_N, BLOCK_M], SHARED)
-    p_slope, fields, kept, bias, lines, k_empty, ds_full = None, None, None, None, None, None, None
-    turns = None
+    p_slope, items, kept, turns, bias = None, None, None, None, None
+    lines, k_empty, ds_full = None, None, None
     if ABOVE_128:
         # Rows of eight lie in as many banks.
         ROTATED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
         p_slope = gl.allocate_shared_memory(gl.float32, [BLOCK_N, BLOCK_M], ROTATED)
-    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
+    lse_s, delta_s = allocate_tiles(lse_desc, STAGES), allocate_tiles(delta_desc, STAGES)
+    k_full, v_full = new_barriers(1, 1), new_barriers(1, 1)
+    q_full, do_full = allocate_barriers(STAGES), allocate_barriers(STAGES)
+    q_empty, do_empty = allocate_barriers(STAGES), allocate_barriers(STAGES)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(do_full.index(stage), count=1)
-        mbarrier.init(q_empty.index(stage), count=2 * (128 if RELEASE_PER_THREAD else 1))
-        mbarrier.init(do_empty.index(stage), count=2 * (128 if RELEASE_PER_THREAD else 1))
+        init_barrier(q_full, stage, 1)
+        init_barrier(do_full, stage, 1)
+        init_barrier(q_empty, stage, 2 * (128 if RELEASE_PER_THREAD else 1))
+        init_barrier(do_empty, stage, 2 * (128 if RELEASE_PER_THREAD else 1))
     if HAS_DROPOUT:
         BYTES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         bits = gl.allocate_shared_memory(gl.int8, [STAGES * 2, 128, BLOCK_M // 16], BYTES)
-        kept_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(kept_full.index(stage), count=1)
-        kept = Ring(None, bits, kept_full, None, None)
+        kept = Channel(None, bits, new_barriers(STAGES, 1), None, None)
     if PERSISTENT:
-        FIELDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        numbers = gl.allocate_shared_memory(gl.int32, [16], FIELDS)
-        k_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        fields_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        fields_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        mbarrier.init(k_empty, count=2)
-        mbarrier.init(fields_full, count=1)
-        mbarrier.init(fields_empty, count=2)
-        fields = Ring(None, numbers, fields_full, fields_empty, None)
+        k_empty = new_barriers(1, 2)
+        item, item_full, item_empty = item_memory(2)
+        items = Channel(None, item, item_full, item_empty, None)
     if TAKES_TURNS:
         NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         taken = gl.allocate_shared_memory(gl.int32, [2, 16], NUMBERS)
-        taken_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-        for place in gl.static_range(2):
-            mbarrier.init(taken_full.index(place), count=1)
-        turns = Ring(None, taken, taken_full, None, None)
+        turns = Channel(None, taken, new_barriers(2, 1), None, None)
     if ADDS_DIAGONALS:
         LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         lines = gl.allocate_shared_memory(gl.float32, [2, 2, 128], LINES)
-        ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-        for place in gl.static_range(2):
-            mbarrier.init(ds_full.index(place), count=1)
+        ds_full = new_barriers(2, 1)
     if HAS_BIAS:
         data, full, empty = bias_memory(bias_descs)
-        bias = Ring(bias_descs, data, full, empty, None)
+        bias = Channel(bias_descs, data, full, empty, None)
     memory = BackwardMemory(
-        Ring(q_desc, q_s, q_full, q_empty, None),
-        Ring(k_desc, k_s, k_full, k_empty, None),
-        Ring(v_desc, v_s, v_full, k_empty, None),
-        Ring(do_desc, do_s, do_full, do_empty, None),
-        Ring(lse_desc, lse_s, q_full, q_empty, None),
-        Ring(delta_desc, delta_s, do_full, do_empty, None),
-        Ring(results.ds, ds_s, ds_full, None, None),
-        shifts, p_slope, fields, kept, bias, lines, turns,
+        Channel(q_desc, q_s, q_full, q_empty, None),
+        Channel(k_desc, k_s, k_full, k_empty, None),
+        Channel(v_desc, v_s, v_full, k_empty, None),
+        Channel(do_desc, do_s, do_full, do_empty, None),
+        Tiles(lse_desc, lse_s),
+        Tiles(delta_desc, delta_s),
+        Channel(results.ds, ds_s, ds_full, None, None),
+        shifts, p_slope, items, kept, bias, lines, turns,
     )
     gl.warp_specialize(
         [

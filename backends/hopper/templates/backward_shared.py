@@ -1,4 +1,4 @@
-"""What the backward kernels for Hopper share: their loads, and weights from a tile of k . q.
+"""The common part of Hopper's backward kernels: loads, and weights from a tile of k . q.
 
 ``backward`` or ``backward_wide``, which say what the consumers do, follows, then
 ``backward_kernel``.
@@ -29,13 +29,18 @@ from attndsl.backends.device.records import (
     Head, KeyGradients, LogSum, Origins, Scope, Sizes, Tensor, Visits,
 )
 from attndsl.backends.hopper import dialect as tl
+from attndsl.backends.hopper.channels import (
+    acquire_item, allocate_barriers, allocate_tiles, announce_item, await_item, consumer_release,
+    consumer_release_by, consumer_wait, init_barrier, item_memory, key_item, new_barriers,
+    pack_fields, producer_acquire, producer_commit, producer_expect, release_item, slot_of, turn_at,
+)
 from attndsl.backends.hopper.library import (
-    add_to_sums, await_turn, count_turn, count_up, lazy_shift, multiply, pack_fields,
-    partial_row_sums, pin_before_wait, places_of, read_field, release, signal_p, slot_of,
-    sync_consumers, wait_for_p,
+    add_to_sums, await_turn, count_turn, count_up, lazy_shift, multiply, partial_row_sums,
+    pin_before_wait, places_of, signal_p, sync_consumers, wait_for_p,
 )
 from attndsl.backends.hopper.records import (
-    BackwardMemory, BackwardResults, Call, Kept, KeyRows, KeySums, Parts, Ring, Work,
+    BackwardMemory, BackwardResults, Call, Channel, Kept, KeyItem, KeyRows, KeySums, Parts, Slot,
+    Tiles, Turn, Work,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.device.library import place_of_item, positions, shift_of
@@ -65,7 +70,7 @@ def place_of_work(work_tile, call):
 
 @gluon.jit
 def count_tiles(tile, shift, scope):
-    """As ``kv_pass_visits``, and how many tiles need the mask's code: all, beside missing keys."""
+    """``kv_pass_visits``, and how many tiles need the mask's code: all, beside missing keys."""
     visits = kv_pass_visits(tile, shift, scope)
     # Missing keys are zeros, whose weights may be infinite: infinity times zero would spoil dQ.
     ragged = (tile + 1) * BLOCK_N > scope.sizes.kv_len
@@ -94,39 +99,32 @@ def q_tile_at(step, work, PARTIAL: gl.constexpr):
 
 
 @gluon.jit
-def announce_work(work_index, work_tile, tile, b, hkv, fields):
-    """Tell the consumers what the work tile is, as soon as they know what the one before was."""
-    mbarrier.wait(fields.empty, (work_index & 1) ^ 1)
-    fields.data.store(pack_fields((work_tile, tile, b, hkv)))
-    mbarrier.arrive(fields.full, count=1)
-
-
-@gluon.jit
 def load_keys(work_index, tile, b, hkv, k, v):
-    """Load the tile of k and of v; where PERSISTENT, as soon as the consumers have left them."""
-    if PERSISTENT:
-        mbarrier.wait(k.empty, (work_index & 1) ^ 1)
-    mbarrier.expect(k.full, k.desc.block_type.nbytes)
-    tma_load(k.desc, [b, hkv, tile * BLOCK_N, 0], k.full, k.data.index(0))
-    mbarrier.expect(v.full, v.desc.block_type.nbytes)
-    tma_load(v.desc, [b, hkv, tile * BLOCK_N, 0], v.full, v.data.index(0))
+    """Load the tile of k and of v, as soon as the consumers have left both."""
+    slot = slot_of(work_index, 1)
+    producer_acquire(k, slot)
+    ready = producer_expect(k, slot, k.desc.block_type.nbytes)
+    tma_load(k.desc, [b, hkv, tile * BLOCK_N, 0], ready, k.data.index(0))
+    ready = producer_expect(v, slot, v.desc.block_type.nbytes)
+    tma_load(v.desc, [b, hkv, tile * BLOCK_N, 0], ready, v.data.index(0))
 
 
 @gluon.jit
 def load_query_tile(tile_index, first, row, head, memory):
     """Load rows of q and of dO from ``first`` on, and their statistics: a head's begin at ``row``."""
-    q, do, lse, delta = memory.q, memory.do, memory.lse, memory.delta
-    stage, phase = slot_of(tile_index, STAGES)
-    mbarrier.wait(q.empty.index(stage), phase ^ 1)
-    ready = q.full.index(stage)
-    mbarrier.expect(ready, q.desc.block_type.nbytes + lse.desc.block_type.nbytes)
-    tma_load(lse.desc, [row + first], ready, lse.data.index(stage))
-    tma_load(q.desc, [head.b, head.h, first, 0], ready, q.data.index(stage))
-    mbarrier.wait(do.empty.index(stage), phase ^ 1)
-    ready = do.full.index(stage)
-    mbarrier.expect(ready, do.desc.block_type.nbytes + delta.desc.block_type.nbytes)
-    tma_load(delta.desc, [row + first], ready, delta.data.index(stage))
-    tma_load(do.desc, [head.b, head.h, first, 0], ready, do.data.index(stage))
+    slot, place = slot_of(tile_index, STAGES), [head.b, head.h, first, 0]
+    load_rows(slot, place, row, memory.q, memory.lse)
+    load_rows(slot, place, row, memory.do, memory.delta)
+
+
+@gluon.jit
+def load_rows(slot, place, row, rows, statistics):
+    """Load rows of q or of dO and their statistics, as soon as the consumers have left the stage."""
+    producer_acquire(rows, slot)
+    BYTES: gl.constexpr = rows.desc.block_type.nbytes + statistics.desc.block_type.nbytes
+    ready = producer_expect(rows, slot, BYTES)
+    tma_load(statistics.desc, [row + place[2]], ready, statistics.data.index(slot.stage))
+    tma_load(rows.desc, place, ready, rows.data.index(slot.stage))
 
 
 @gluon.jit
@@ -140,7 +138,8 @@ def load_work(work_tile, work_index, tiles_before, memory, call):
     tile, b, hkv = place_of_work(work_tile, call)
     shift = shift_of(call.origins, Q_KIND, KV_KIND)
     if PERSISTENT:
-        announce_work(work_index, work_tile, tile, b, hkv, memory.fields)
+        acquire_item(memory.items, work_index)
+        announce_item(KeyItem(work_tile, tile, b, hkv), memory.items)
     else:
         load_keys(work_index, tile, b, hkv, memory.k, memory.v)
     group = sizes.heads // sizes.kv_heads
@@ -215,7 +214,7 @@ def keys_of_head(first, numbers, places, kv, origin, ragged, scale, work):
 
 @gluon.jit
 def parts_of_queries(first, work):
-    """What is looked up by the tile's queries: by neighbouring threads, once."""
+    """Values looked up by the tile's queries: by neighbouring threads, once."""
     rows = first + gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [4], [0]))
     q = positions(rows, work.scope.sizes.q_len, work.origins.q, Q_KIND)
     return q_parts_of_pairs(q, work.scope)
@@ -223,7 +222,7 @@ def parts_of_queries(first, work):
 
 @gluon.jit
 def place_of_shifts(shifts, head, first, sizes, padded):
-    """Where the shifts of a query tile's ``LogSum`` lie; themselves, where the tile needs them."""
+    """Pointer to the shifts of a query tile's ``LogSum``; themselves, where the tile needs them."""
     found = None
     if WIDE_LINES or SHIFTED:
         found = shifts + (head.b * sizes.heads + head.h).to(gl.int64) * padded + first

@@ -37,30 +37,30 @@ def add_query_tile(
     Tiles are (keys, queries).
     """
     head, sizes = work.scope.head, work.scope.sizes
-    stage, phase = slot_of(tile_index, STAGES)
+    slot = slot_of(tile_index, STAGES)
     first = q_index * BLOCK_M
     # An index that no compiler knows to be zero: see ``backward``.
     only = tile_index >> 31
     k_tile = memory.k.data.index(only).reshape([BLOCK_N, D])
-    q_tile = memory.q.data.index(stage).reshape([BLOCK_M, D])
-    do_tile = memory.do.data.index(stage).reshape([BLOCK_M, DV])
+    q_tile = memory.q.data.index(slot.stage).reshape([BLOCK_M, D])
+    do_tile = memory.do.data.index(slot.stage).reshape([BLOCK_M, DV])
     shared = memory.ds.data.index(only)
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
     if PART == 0:
         shift = place_of_shifts(memory.shifts, head, first, sizes, padded)
-        mbarrier.wait(memory.q.full.index(stage), phase)
+        consumer_wait(memory.q, slot)
         scoring = multiply(k_tile, q_tile, zeros, HEAD_DIM)
-        rest = memory.lse.data.index(stage).load(gl.SliceLayout(0, SCORES))
+        rest = memory.lse.data.index(slot.stage).load(gl.SliceLayout(0, SCORES))
         q_parts = parts_of_queries(first, work)
         score = warpgroup_mma_wait(0, deps=[scoring])
-        mbarrier.arrive(memory.q.empty.index(stage), count=1)
+        consumer_release(memory.q, slot)
         pair_parts = read_bias(PART, tile_index, PARTIAL, memory.bias) if HAS_BIAS else None
         parts = Parts(q_parts, keys.parts, pair_parts)
         p, p_slope, derivative = weights_of_tile(
             score, first, parts, LogSum(shift, rest), keys, work, PARTIAL
         )
         if HAS_BIAS:
-            mbarrier.arrive(memory.bias.empty.index(PART), count=1)
+            consumer_release(memory.bias, slot_of_bias(PART, tile_index))
         operand = gl.convert_layout(p.to(HALF), OPERAND)
         if HAS_DERIVATIVE:
             by_final = p_slope
@@ -71,22 +71,22 @@ def add_query_tile(
         memory.p_slope.store(p_slope)
         signal_p()
         # dV runs while the other warpgroup computes dS.
-        mbarrier.wait(memory.do.full.index(stage), phase)
+        consumer_wait(memory.do, slot)
         adding = warpgroup_mma(operand, do_tile, total, is_async=True)
     else:
-        mbarrier.wait(memory.do.full.index(stage), phase)
+        consumer_wait(memory.do, slot)
         v_tile = memory.v.data.index(only).reshape([BLOCK_N, DV])
         weighing = multiply(v_tile, do_tile, zeros, VALUE_DIM)
-        delta = memory.delta.data.index(stage).load(gl.SliceLayout(0, SCORES))
+        delta = memory.delta.data.index(slot.stage).load(gl.SliceLayout(0, SCORES))
         dp = warpgroup_mma_wait(0, deps=[weighing])
-        mbarrier.arrive(memory.do.empty.index(stage), count=1)
+        consumer_release(memory.do, slot)
         wait_for_p()
         ds = gradient_of_score(memory.p_slope.load(SCORES), dp, delta)
         ds_half = ds.to(HALF)
         shared.store(ds_half)
         operand = gl.convert_layout(ds_half, OPERAND)
         fence_async_shared()
-        mbarrier.wait(memory.q.full.index(stage), phase)
+        consumer_wait(memory.q, slot)
     sync_consumers()
     DQ_WIDTH: gl.constexpr = SHORT_WIDTH if PART == 1 else D // 2
     DQ_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
@@ -97,7 +97,7 @@ def add_query_tile(
     )
     if PART == 0:
         total = warpgroup_mma_wait(1, deps=[adding])
-        mbarrier.arrive(memory.do.empty.index(stage), count=1)
+        consumer_release(memory.do, slot)
         dq = warpgroup_mma_wait(0, deps=[making_q])
     else:
         # dQ comes before dK, so that it is added up while dK is computed.
@@ -107,7 +107,7 @@ def add_query_tile(
     add_to_sums(results.dq_sums + row * D + PART * (BLOCK_M * D // 2), dq)
     if PART == 1:
         total = warpgroup_mma_wait(0, deps=[adding])
-        mbarrier.arrive(memory.q.empty.index(stage), count=1)
+        consumer_release(memory.q, slot)
     return total
 
 
@@ -132,8 +132,8 @@ def consume_work(
     origin = own + shift.kv
     ragged = own + BLOCK_N > sizes.kv_len
     total = gl.zeros([BLOCK_N, OWN_WIDTH], gl.float32, layout=OWN_ROWS)
-    mbarrier.wait(memory.k.full, work_index)
-    mbarrier.wait(memory.v.full, work_index)
+    consumer_wait(memory.k, slot_of(work_index, 1))
+    consumer_wait(memory.v, slot_of(work_index, 1))
     group = sizes.heads // sizes.kv_heads
     tile_index = tiles_before
     for member in range(0, group):

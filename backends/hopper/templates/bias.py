@@ -1,4 +1,4 @@
-"""What pairs look up, by tiles: loaded by the producer, read by each consumer for itself.
+"""Tiles of biases and masks that pairs look up: the producer loads them, each consumer reads its own.
 
 Each consumer has one tile of each tensor in shared memory. The producer loads the next as soon as
 the consumer has read the one before, so it comes while the rest of the step is computed.
@@ -15,20 +15,20 @@ of them.
 @gluon.jit
 def bias_memory(descs):
     """Stages of what pairs look up by tiles, one a consumer, for each tensor; barriers full, empty."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     data = ()
     for n in gl.static_range(BIAS_TILES):
-        desc = descs[n]
-        tiles = gl.allocate_shared_memory(
-            desc.dtype, [BIAS_PARTS] + desc.block_type.shape, desc.layout
-        )
-        data = data + (tiles,)
-    full = gl.allocate_shared_memory(gl.int64, [BIAS_PARTS, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [BIAS_PARTS, 1], BARRIER)
+        data = data + (allocate_tiles(descs[n], BIAS_PARTS),)
+    full, empty = allocate_barriers(BIAS_PARTS), allocate_barriers(BIAS_PARTS)
     for part in gl.static_range(BIAS_PARTS):
-        mbarrier.init(full.index(part), count=1)
-        mbarrier.init(empty.index(part), count=1)
+        init_barrier(full, part, 1)
+        init_barrier(empty, part, 1)
     return data, full, empty
+
+
+@gluon.jit
+def slot_of_bias(PART: gl.constexpr, tile_index):
+    """Slot of a consumer's tiles."""
+    return Slot(PART, tile_index & 1)
 
 
 @gluon.jit
@@ -38,32 +38,32 @@ def load_bias(tile_index, wanted, head, first_query, first_key, bias):
     Unless ``wanted``, nothing: consumers do not read it.
     """
     for part in gl.static_range(BIAS_PARTS):
-        mbarrier.wait(bias.empty.index(part), (tile_index & 1) ^ 1)
-        ready = bias.full.index(part)
+        slot = slot_of_bias(part, tile_index)
+        producer_acquire(bias, slot)
         query = first_query + part * BIAS_QUERIES % BLOCK_M
         key = first_key + part * BIAS_KEYS % BLOCK_N
         if BIAS_IN_MASK:
             if wanted:
-                load_bias_of_part(part, head, query, key, ready, bias)
+                load_bias_of_part(slot, head, query, key, bias)
             else:
-                mbarrier.arrive(ready, count=1)
+                producer_commit(bias, slot)
         else:
-            load_bias_of_part(part, head, query, key, ready, bias)
+            load_bias_of_part(slot, head, query, key, bias)
 
 
 @gluon.jit
-def load_bias_of_part(part: gl.constexpr, head, query, key, ready, bias):
+def load_bias_of_part(slot, head, query, key, bias):
     """Load one consumer's tile of each tensor."""
-    mbarrier.expect(ready, BIAS_BYTES * BIAS_QUERIES * BIAS_KEYS)
+    ready = producer_expect(bias, slot, BIAS_BYTES * BIAS_QUERIES * BIAS_KEYS)
     places = places_of_bias(head, query, key)
     for n in gl.static_range(BIAS_TILES):
-        tma_load(bias.desc[n], places[n], ready, bias.data[n].index(part))
+        tma_load(bias.desc[n], places[n], ready, bias.data[n].index(slot.stage))
 
 
 @gluon.jit
 def read_bias(PART: gl.constexpr, tile_index, USED: gl.constexpr, bias):
-    """What the pairs of a consumer's tile look up, where it is ``USED``."""
-    mbarrier.wait(bias.full.index(PART), tile_index & 1)
+    """Values that the pairs of a consumer's tile look up, where they are ``USED``."""
+    consumer_wait(bias, slot_of_bias(PART, tile_index))
     tiles = ()
     found = ()
     if USED or not BIAS_IN_MASK:

@@ -12,14 +12,14 @@ def draw_tile(
 
     The consumers took the bits before of the same stage.
     """
-    stage, _ = slot_of(tile_index, STAGES)
-    keep_of_tile(kept.data, stage * PARTS, drop, first_row, first_column, PARTS, COLUMNS)
-    mbarrier.arrive(kept.full.index(stage), count=1)
+    slot = slot_of(tile_index, STAGES)
+    keep_of_tile(kept.data, slot.stage * PARTS, drop, first_row, first_column, PARTS, COLUMNS)
+    producer_commit(kept, slot)
 
 
 @gluon.jit
 def take_kept(PART: gl.constexpr, tile_index, kept, PARTS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Which pairs of tile number ``tile_index`` are kept, of its 64 rows number PART."""
-    stage, phase = slot_of(tile_index, STAGES)
-    mbarrier.wait(kept.full.index(stage), phase)
-    return kept.data.index(stage * PARTS + PART).load(layout_of_bits(COLUMNS))
+    """The kept pairs of tile number ``tile_index``, of its 64 rows number PART."""
+    slot = slot_of(tile_index, STAGES)
+    consumer_wait(kept, slot)
+    return kept.data.index(slot.stage * PARTS + PART).load(layout_of_bits(COLUMNS))

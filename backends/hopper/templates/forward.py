@@ -19,17 +19,16 @@ def attend(
     """Scores and weights of one tile, while those of the one before weigh v."""
     k, v = memory.k, memory.v
     q_len = work.scope.sizes.q_len
-    stage, phase = slot_of(tile_index, STAGES)
-    before, phase_before = slot_of(tile_index - 1, STAGES)
+    slot, before = slot_of(tile_index, STAGES), slot_of(tile_index - 1, STAGES)
     p = softmax.p
     if EARLY and not HAS_DROPOUT:
         # Before the first product starts: what defines registers between two serialises them.
         operand = unpack(p, q_len >> 31, HALF, WEIGHTS)
-    mbarrier.wait(k.full.index(stage), phase)
+    consumer_wait(k, slot)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    scoring = multiply(rows.tile, k.data.index(stage).reshape([BLOCK_N, D]), zeros, HEAD_DIM)
-    mbarrier.wait(v.full.index(before), phase_before)
-    v_tile = v.data.index(before).reshape([BLOCK_N, DV])
+    scoring = multiply(rows.tile, k.data.index(slot.stage).reshape([BLOCK_N, D]), zeros, HEAD_DIM)
+    consumer_wait(v, before)
+    v_tile = v.data.index(before.stage).reshape([BLOCK_N, DV])
     if HAS_DROPOUT:
         # Keep this after the wait for v. Before it, ptxas puts these instructions between the parts
         # of the product of scores instead of overlapping them with it.
@@ -39,13 +38,13 @@ def attend(
     adding = warpgroup_mma(operand, v_tile, softmax.acc, is_async=True)
     kv_parts = parts_of_keys(kv_tile, work)
     score = warpgroup_mma_wait(1, deps=[scoring])
-    mbarrier.arrive(k.empty.index(stage), count=1)
+    consumer_release(k, slot)
     pair_parts = read_bias(PART, tile_index, PARTIAL, memory.bias) if HAS_BIAS else None
     columns = Columns(kv_tile, kv_parts, pair_parts)
     row_max = softmax.row_max
     score, any_live = final_scores(score, rows, columns, row_max, factors, work, PARTIAL, FIXED)
     if HAS_BIAS:
-        mbarrier.arrive(memory.bias.empty.index(PART), count=1)
+        consumer_release(memory.bias, slot_of_bias(PART, tile_index))
     exact, own, decay, row_max = soften(
         score, any_live, row_max, rule, factor_of_final(factors), PARTIAL, FIXED
     )
@@ -64,12 +63,31 @@ def attend(
     else:
         pin_before_wait(row_sum, q_len >> 31)
     acc = warpgroup_mma_wait(0, deps=[adding])
-    mbarrier.arrive(v.empty.index(before), count=1)
+    consumer_release(v, before)
     if not EARLY:
         p = pack(exact, HALF)
     if not (OWN_WEIGHTS or BOUNDED or FIXED):
         acc = rescale(acc, decay)
     return RunningSoftmax(acc, row_max, row_sum, p)
+
+
+@gluon.jit
+def attend_tiles(
+    PART: gl.constexpr, begin, end, tiles_before, softmax, rule, rows, factors, memory, work,
+    PARTIAL: gl.constexpr, FIXED: gl.constexpr,
+):
+    """The running softmax with PARTIAL or FULL tiles ``begin`` to ``end - 1``.
+
+    FIXED: relative to a maximum that stays.
+    """
+    kv_tile = tile_at(begin, work, PARTIAL)
+    for step in range(begin, end):
+        before = tiles_before if PARTIAL else tiles_before + work.visits.partial
+        softmax = attend(
+            PART, before + step, kv_tile, softmax, rule, rows, factors, memory, work, PARTIAL, FIXED
+        )
+        kv_tile = tile_at(step + 1, work, PARTIAL)
+    return softmax
 
 
 @gluon.jit
@@ -81,18 +99,17 @@ def attend_first(
     It may be a FULL one, and takes the mask's code as well.
     """
     k = memory.k
-    stage, phase = slot
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    mbarrier.wait(k.full.index(stage), phase)
-    score = multiply(rows.tile, k.data.index(stage).reshape([BLOCK_N, D]), zeros, HEAD_DIM)
+    consumer_wait(k, slot)
+    score = multiply(rows.tile, k.data.index(slot.stage).reshape([BLOCK_N, D]), zeros, HEAD_DIM)
     kv_parts = parts_of_keys(kv_tile, work)
     score = warpgroup_mma_wait(0, deps=[score])
-    mbarrier.arrive(k.empty.index(stage), count=1)
+    consumer_release(k, slot)
     pair_parts = read_bias(PART, tile_index, True, memory.bias) if HAS_BIAS else None
     columns = Columns(kv_tile, kv_parts, pair_parts)
     score, any_live = final_scores(score, rows, columns, row_max, factors, work, True, False)
     if HAS_BIAS:
-        mbarrier.arrive(memory.bias.empty.index(PART), count=1)
+        consumer_release(memory.bias, slot_of_bias(PART, tile_index))
     exact, row_sum, decay, row_max = soften(
         score, any_live, row_max, rule, factor_of_final(factors), True, False
     )
@@ -113,7 +130,7 @@ def consume_work(
     """Attention of the query tile's rows number ``PART``; returns as :func:`load_work`."""
     k, v, sizes = memory.k, memory.v, call.sizes
     shift = shift_of(call.origins, Q_KIND, KV_KIND)
-    work = take_work(work_tile, shift, memory.fields, call)
+    work = take_work(work_tile, shift, memory.items, call)
     tile, scope, head, visits = work.tile, work.scope, work.scope.head, work.visits
     begin_partial, end_partial, own_full = tiles_of_rows(PART, work)
     first = tile * BLOCK_M + PART * ROWS
@@ -129,9 +146,8 @@ def consume_work(
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     lowest = 0.0 if BOUNDED else float("-inf")
     row_max = gl.full([ROWS], lowest, gl.float32, layout=gl.SliceLayout(1, SCORES))
-    q_slot, q_phase = slot_of(work_index, QUERIES)
-    q_index = q_slot * CONSUMERS + PART
-    q_tile = memory.q.data.index(q_index).reshape([ROWS, D])
+    q_slot = slot_of_rows(PART, work_index)
+    q_tile = memory.q.data.index(q_slot.stage).reshape([ROWS, D])
     rows = Rows(numbers, places, q, q_parts, origin, q_tile)
 
     first_tile = tile_at(begin_partial, work, True)
@@ -154,7 +170,7 @@ def consume_work(
     tiles = visits.partial + visits.full
     tile_index = tiles_before + begin_partial
     slot = slot_of(tile_index, STAGES)
-    mbarrier.wait(memory.q.full.index(q_index), q_phase)
+    consumer_wait(memory.q, q_slot)
     if SIGNED:
         if factors.factor < 0.0:
             ELEMENTS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -173,35 +189,36 @@ def consume_work(
         # By now its output has been read from there.
         leave_query(work_index - 1, PART, memory.q)
 
-    # 0: PARTIAL tiles. 1: FULL ones. 2: FULL ones, relative to a maximum that stays.
-    for FORM in gl.static_range(3 if FIXED_MAX else 2):
-        if HALVED and FORM == 2:
-            if uses_fixed_max:
-                acc, row_sum = attend_by_halves(
-                    tiles_before + visits.partial + end, tiles_before + tiles, softmax,
-                    q_tile, factors, memory, sizes.q_len,
-                )
-                # Otherwise these would stay in registers for what comes behind all tiles.
-                p = gl.full(softmax.p.shape, 0, gl.int32, layout=softmax.p.type.layout)
-                softmax = RunningSoftmax(acc, softmax.row_max, row_sum, p)
-        elif FORWARD_REPEATS_PARTIAL if FORM == 0 else FORWARD_HAS_FULL:
-            if FORM == 1:
-                least_max = gl.where(uses_fixed_max, 0.0, float("-inf"))
-            start = begin_partial + 1 if FORM == 0 else begin if FORM == 1 else end
-            stop = end_partial if FORM == 0 else end if FORM == 1 else own_full
-            kv_tile = tile_at(start, work, FORM == 0)
-            for step in range(start, stop):
-                before = tiles_before if FORM == 0 else tiles_before + visits.partial
-                softmax = attend(
-                    PART, before + step, kv_tile, softmax,
-                    MaxRule(float("-inf") if FORM == 0 else least_max, uses_fixed_max), rows,
-                    factors, memory, work, FORM == 0, FORM == 2,
-                )
-                kv_tile = tile_at(step + 1, work, FORM == 0)
+    follows = MaxRule(float("-inf"), uses_fixed_max)
+    if FORWARD_REPEATS_PARTIAL:
+        softmax = attend_tiles(
+            PART, begin_partial + 1, end_partial, tiles_before, softmax, follows, rows, factors,
+            memory, work, True, False,
+        )
+    if FORWARD_HAS_FULL:
+        least_max = gl.where(uses_fixed_max, 0.0, float("-inf"))
+        softmax = attend_tiles(
+            PART, begin, end, tiles_before, softmax, MaxRule(least_max, uses_fixed_max), rows,
+            factors, memory, work, False, False,
+        )
+    if HALVED:
+        if uses_fixed_max:
+            acc, row_sum = attend_by_halves(
+                tiles_before + visits.partial + end, tiles_before + tiles, softmax,
+                q_tile, factors, memory, sizes.q_len,
+            )
+            # Otherwise these would stay in registers for what comes behind all tiles.
+            p = gl.full(softmax.p.shape, 0, gl.int32, layout=softmax.p.type.layout)
+            softmax = RunningSoftmax(acc, softmax.row_max, row_sum, p)
+    elif FIXED_MAX and FORWARD_HAS_FULL:
+        softmax = attend_tiles(
+            PART, end, own_full, tiles_before, softmax, follows, rows, factors, memory, work,
+            False, True,
+        )
 
     if PERSISTENT and OWN_OUTPUT:
         # The next work tile's rows of q may come.
-        mbarrier.arrive(memory.q.empty.index(PART), count=1)
+        consumer_release(memory.q, q_slot)
     acc, row_max, row_sum, p = softmax
     last = tiles_before + tiles - 1
     if SKIPS:
@@ -211,9 +228,9 @@ def consume_work(
         if not uses_fixed_max:
             acc = add_last(last, acc, p, v, sizes.q_len)
     else:
-        last_stage, last_phase = slot_of(last, STAGES)
-        mbarrier.wait(v.full.index(last_stage), last_phase)
-        v_tile = v.data.index(last_stage).reshape([BLOCK_N, DV])
+        last_slot = slot_of(last, STAGES)
+        consumer_wait(v, last_slot)
+        v_tile = v.data.index(last_slot.stage).reshape([BLOCK_N, DV])
         if HAS_DROPOUT:
             p = keep_packed(p, take_kept(PART, last, memory.kept, CONSUMERS, BLOCK_N))
         adding = warpgroup_mma(
@@ -228,7 +245,7 @@ def consume_work(
             fits = (numbers >= sizes.q_len) | fits
             lost = uses_fixed_max & (gl.min(fits.to(gl.int32), 0) == 0)
             place = memory.overflowed.index((work_index & 1) * CONSUMERS + PART)
-            place.store(pack_fields((lost.to(gl.int32),)))
+            pack_fields((lost.to(gl.int32),), place)
         lse, inverse = normalise(total, row_max, rows, factors, work)
     else:
         lse = LogSum(row_max, gl.zeros_like(row_max))
@@ -238,7 +255,7 @@ def consume_work(
     if not HALVED:
         acc = warpgroup_mma_wait(0, deps=[adding])
         if PERSISTENT or SKIPS:
-            mbarrier.arrive(v.empty.index(last_stage), count=1)
+            consumer_release(v, last_slot)
     if SKIPS:
         skip_tiles(last + 1, tiles_before + tiles, k, v)
     if not OWN_WEIGHTS:
@@ -253,12 +270,12 @@ def consume_work(
         # NaN, or 0 if all of the row is finite.
         check = gl.convert_layout(gl.sum(acc * 0.0, 1), gl.SliceLayout(1, SCORES))
         store_lse(results.lse, row, LogSum(lse.shift, lse.rest + check), numbers, sizes)
-    store_output(PART, acc, first, q_index, results.out, memory, work)
+    store_output(PART, acc, first, q_slot, results.out, memory, work)
     return tiles_before + tiles
 
 
 @gluon.jit
-def store_output(PART: gl.constexpr, acc, first, q_index, desc, memory, work):
+def store_output(PART: gl.constexpr, acc, first, q_slot, desc, memory, work):
     """Store a consumer's rows of the output, from row ``first`` on."""
     if OWN_OUTPUT:
         part = memory.out.index(PART)
@@ -267,7 +284,7 @@ def store_output(PART: gl.constexpr, acc, first, q_index, desc, memory, work):
             tma_wait(0)
     else:
         # The rows of q have been read for the last time, and make room for those of the output.
-        part = memory.q.data.index(q_index)
+        part = memory.q.data.index(q_slot.stage)
     part.reshape([ROWS, DV]).store(acc.to(HALF))
     fence_async_shared()
     if FIXED_MAX:
@@ -280,4 +297,4 @@ def store_output(PART: gl.constexpr, acc, first, q_index, desc, memory, work):
         if not (PERSISTENT and OWN_OUTPUT):
             tma_wait(0)
         if PERSISTENT and not OWN_OUTPUT:
-            mbarrier.arrive(memory.q.empty.index(PART), count=1)
+            consumer_release(memory.q, q_slot)

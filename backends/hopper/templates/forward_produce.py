@@ -7,7 +7,7 @@ Follows ``forward_shared`` in one module.
 #: begin
 @gluon.jit
 def count_tiles(tile, shift, scope):
-    """As ``forward_visits``; where a work tile needs one and has none, one PARTIAL beyond all keys."""
+    """``forward_visits``; where a work tile needs one and has none, one PARTIAL beyond all keys."""
     visits = forward_visits(tile, shift, scope)
     nothing = False
     if NEEDS_TILE:
@@ -37,7 +37,7 @@ def tile_at(step, work, PARTIAL: gl.constexpr):
 
 @gluon.jit
 def attends(step, row_tile, work):
-    """Whether rows ``row_tile * ROWS ...`` may have a live pair in PARTIAL tile number ``step``."""
+    """Tell whether rows ``row_tile * ROWS ...`` may have a live pair in PARTIAL tile ``step``."""
     there = row_tile * ROWS < work.scope.sizes.q_len
     if ROWS_HAVE_TILES:
         kv_tile = tile_at(step, work, True)
@@ -47,7 +47,7 @@ def attends(step, row_tile, work):
 
 @gluon.jit
 def tiles_of_rows(PART: gl.constexpr, work):
-    """Of the work tile's tiles, those that one consumer's rows attend to: a part without gaps.
+    """The tiles that one consumer's rows attend to: a part of the work tile's without gaps.
 
     The first PARTIAL one, the one behind the last, and the number of FULL ones; a consumer without
     any takes one of them. Before FULL tiles none is left out: when weights wait for the product
@@ -82,11 +82,11 @@ def tiles_of_rows(PART: gl.constexpr, work):
 def skip_tiles(begin, end, k, v):
     """Let tiles number ``begin`` to ``end - 1`` pass."""
     for tile_index in range(begin, end):
-        stage, phase = slot_of(tile_index, STAGES)
-        mbarrier.wait(k.full.index(stage), phase)
-        mbarrier.arrive(k.empty.index(stage), count=1)
-        mbarrier.wait(v.full.index(stage), phase)
-        mbarrier.arrive(v.empty.index(stage), count=1)
+        slot = slot_of(tile_index, STAGES)
+        consumer_wait(k, slot)
+        consumer_release(k, slot)
+        consumer_wait(v, slot)
+        consumer_release(v, slot)
 
 
 @gluon.jit
@@ -97,13 +97,10 @@ def load_tiles(tile_index, kv_tile, memory, work, draw, wanted):
     for the tile before, whose weights wait for these scores' product to begin.
     """
     k, v = memory.k, memory.v
-    stage, phase = slot_of(tile_index, STAGES)
+    slot = slot_of(tile_index, STAGES)
     place = [work.scope.head.b, work.scope.head.hkv, kv_tile * BLOCK_N, 0]
-    mbarrier.wait(k.empty.index(stage), phase ^ 1)
-    mbarrier.expect(k.full.index(stage), k.desc.block_type.nbytes * (2 if HAS_TANGENT_K else 1))
-    tma_load(k.desc, place, k.full.index(stage), k.data.index(stage))
-    if HAS_TANGENT_K:
-        tma_load(k.tangent.desc, place, k.full.index(stage), k.tangent.data.index(stage))
+    producer_acquire(k, slot)
+    producer_load(k, slot, place)
     if HAS_BIAS:
         present, first_query = wanted
         load_bias(
@@ -116,71 +113,48 @@ def load_tiles(tile_index, kv_tile, memory, work, draw, wanted):
                 draw.drop, tile_index - 1, draw.first_row, draw.tile_before * BLOCK_N, memory.kept,
                 CONSUMERS, BLOCK_N,
             )
-    mbarrier.wait(v.empty.index(stage), phase ^ 1)
-    mbarrier.expect(v.full.index(stage), v.desc.block_type.nbytes * (2 if HAS_TANGENT_V else 1))
-    tma_load(v.desc, place, v.full.index(stage), v.data.index(stage))
-    if HAS_TANGENT_V:
-        tma_load(v.tangent.desc, place, v.full.index(stage), v.tangent.data.index(stage))
+    producer_acquire(v, slot)
+    producer_load(v, slot, place)
 
 
 @gluon.jit
-def announce_work(work_index, work_tile, work, fields):
-    """Tell the consumers what the work tile is, as soon as they know what the one before was."""
-    mbarrier.wait(fields.empty, (work_index & 1) ^ 1)
-    head, visits = work.scope.head, work.visits
-    fields.data.store(
-        pack_fields(
-            (work_tile, work.tile, head.b, head.h, head.hkv, visits.full, visits.partial,
-             visits.first_live, visits.first_full, work.nothing, work.uses_fixed_max)
-        )
-    )
-    mbarrier.arrive(fields.full, count=1)
-
-
-@gluon.jit
-def announce_nothing(work_index, work_tile, fields):
+def announce_nothing(work_index, work_tile, items):
     """Tell the consumers of a work tile that is none: negative, or beyond the last."""
-    scope = Scope(Head(0, 0, 0), None, None)
-    nothing = Work(0, scope, Visits(0, 0, 0, 0), 0, 0, None, None)
-    announce_work(work_index, work_tile, nothing, fields)
+    acquire_item(items, work_index)
+    announce_item(QueryItem(work_tile, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), items)
+
+
+@gluon.jit
+def slot_of_rows(PART: gl.constexpr, work_index):
+    """Slot of a consumer's rows of q."""
+    stage, phase = slot_of(work_index, QUERIES)
+    return Slot(stage * CONSUMERS + PART, phase)
 
 
 @gluon.jit
 def load_query(work_index, tile, head, q):
-    """Load the query tile; where PERSISTENT, as soon as the consumers have left its place."""
-    slot, phase = slot_of(work_index, QUERIES)
+    """Load the query tile, as soon as the consumers have left its place."""
     for part in gl.static_range(CONSUMERS):
-        index = slot * CONSUMERS + part
-        if PERSISTENT:
-            mbarrier.wait(q.empty.index(index), phase ^ 1)
-        place = [head.b, head.h, tile * BLOCK_M + part * ROWS, 0]
-        ready = q.full.index(index)
-        mbarrier.expect(ready, q.desc.block_type.nbytes * (2 if HAS_TANGENT_Q else 1))
-        tma_load(q.desc, place, ready, q.data.index(index))
-        if HAS_TANGENT_Q:
-            tma_load(q.tangent.desc, place, ready, q.tangent.data.index(index))
+        slot = slot_of_rows(part, work_index)
+        producer_acquire(q, slot)
+        producer_load(q, slot, [head.b, head.h, tile * BLOCK_M + part * ROWS, 0])
 
 
 @gluon.jit
-def take_work(work_tile, shift, fields, call):
+def take_work(work_tile, shift, items, call):
     """A consumer's work tile, as the producer says.
 
     Else, where a program has this one alone, as the producer will find as well.
     """
     uses_fixed_max = False
     if PERSISTENT:
-        tile = read_field(fields.data, 1)
-        head = Head(
-            read_field(fields.data, 2), read_field(fields.data, 3), read_field(fields.data, 4)
-        )
-        visits = Visits(
-            read_field(fields.data, 5), read_field(fields.data, 6), read_field(fields.data, 7),
-            read_field(fields.data, 8),
-        )
-        nothing = read_field(fields.data, 9) != 0
+        item = query_item(items)
+        tile, head = item.tile, Head(item.b, item.h, item.hkv)
+        visits = Visits(item.full, item.partial, item.first_live, item.first_full)
+        nothing = item.nothing
         if FIXED_MAX:
-            uses_fixed_max = read_field(fields.data, 10) != 0
-        mbarrier.arrive(fields.empty, count=1)
+            uses_fixed_max = item.uses_fixed_max
+        release_item(items)
     else:
         tile, head = place_of_work(work_tile, call)
     scope = Scope(head, call.sizes, call.given)
@@ -205,7 +179,12 @@ def load_work(work_tile, uses_fixed_max, work_index, tiles_before, memory, call)
     work = Work(tile, scope, visits, nothing, uses_fixed_max, call.origins, shift)
     if PERSISTENT:
         # The consumers may be busy with the work tile before, and q with them.
-        announce_work(work_index, work_tile, work, memory.fields)
+        acquire_item(memory.items, work_index)
+        item = QueryItem(
+            work_tile, tile, head.b, head.h, head.hkv, visits.full, visits.partial,
+            visits.first_live, visits.first_full, nothing, uses_fixed_max,
+        )
+        announce_item(item, memory.items)
         load_query(work_index, tile, head, memory.q)
     if HAS_DROPOUT:
         drop = drop_of_item(scope)

@@ -1,4 +1,4 @@
-"""What the forward kernels for Hopper share: their head, their order of tiles, their softmax."""
+"""The common part of Hopper's forward kernels: their head, their order of tiles, their softmax."""
 # ruff: noqa: F821
 
 #: begin
@@ -13,19 +13,24 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
+    fence_async_shared, warpgroup_mma, warpgroup_mma_wait,
 )
 
 from attndsl.backends.device.records import Head, LogSum, Origins, Scope, Sizes, Visits
 from attndsl.backends.hopper import dialect as tl
+from attndsl.backends.hopper.channels import (
+    acquire_item, allocate_barriers, allocate_tiles, announce_item, await_item, consumer_release,
+    consumer_wait, init_barrier, item_memory, new_barriers, pack_fields, producer_acquire,
+    producer_commit, producer_expect, producer_load, query_item, read_field, release_item, slot_of,
+)
 from attndsl.backends.hopper.library import (
     await_written, count_up, fold_partials, halves, lazy_difference, lazy_max, lazy_rescale,
-    max_of_two_rows, mixed_exp2, multiply, pack, pack_fields, partial_row_sums, pin_before_wait,
-    places_of, ramp, ramps, read_field, release, slot_of, unpack, widened,
+    max_of_two_rows, mixed_exp2, multiply, pack, partial_row_sums, pin_before_wait, places_of, ramp,
+    ramps, unpack, widened,
 )
 from attndsl.backends.hopper.records import (
-    Call, Columns, Draw, Factors, ForwardMemory, ForwardResults, MaxRule, Parts, Ring, Rows,
-    RunningSoftmax, RunningTangent, Tangent, Work,
+    Call, Channel, Columns, Draw, Factors, ForwardMemory, ForwardResults, MaxRule, Parts, QueryItem,
+    Rows, RunningSoftmax, RunningTangent, Slot, Tiles, Work,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.device.library import head_of, place_of_item, positions, shift_of
@@ -64,7 +69,7 @@ def place_of_work(work_tile, call):
 
 @gluon.jit
 def parts_of_keys(kv_tile, work):
-    """What is looked up by the tile's keys: by neighbouring threads, once."""
+    """Values looked up by the tile's keys: by neighbouring threads, once."""
     columns = kv_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [4], [0]))
     kv = positions(columns, work.scope.sizes.kv_len, work.origins.kv, KV_KIND)
     return kv_parts_of_pairs(kv, work.scope)
@@ -72,7 +77,7 @@ def parts_of_keys(kv_tile, work):
 
 @gluon.jit
 def factors_of_scores(scale, work):
-    """Of ``q . k`` first, of final scores then, which are in base 2 after it; steepness of columns.
+    """Factors of ``q . k``, then of final scores, which are in base 2 after it; steepness of columns.
 
     The running maximum needs a positive factor, so a negative scale is applied to the scores, and
     the sign of a factor that programs know to the queries.
@@ -239,7 +244,7 @@ def soften(
 
 @gluon.jit
 def natural_peak(row_max, factors):
-    """What the weights of rows are relative to, in natural units; and what rounding took from it."""
+    """The peak that weights of rows are relative to, in natural units; and what rounding took from it."""
     found, lost = row_max, 0.0
     if WIDE:
         factor = factor_of_final(factors)

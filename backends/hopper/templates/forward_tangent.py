@@ -64,17 +64,17 @@ def attend(
     """Add what one tile has to all sums."""
     k, v, q_len = memory.k, memory.v, work.scope.sizes.q_len
     acc, acc_tangent, row_max, row_sum, sum_tangent, rounded = state
-    stage, phase = slot_of(tile_index, STAGES)
+    slot = slot_of(tile_index, STAGES)
     # PART, since tiles' indices are less than the number of keys, but no compiler knows: it would
     # keep in registers where each part of q lies.
     part = PART + 1 + ((kv_tile - work.scope.sizes.kv_len) >> 31)
     q_tile = memory.q.data.index(part).reshape([ROWS, D])
-    mbarrier.wait(k.full.index(stage), phase)
-    k_tile = k.data.index(stage).reshape([BLOCK_N, D])
+    consumer_wait(k, slot)
+    k_tile = k.data.index(slot.stage).reshape([BLOCK_N, D])
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     scoring = multiply(q_tile, k_tile, zeros, HEAD_DIM)
     if HAS_TANGENT_WEIGHTS:
-        moving = tangents_of_scores(part, q_tile, k_tile, stage, memory)
+        moving = tangents_of_scores(part, q_tile, k_tile, slot.stage, memory)
     columns = Columns(kv_tile, parts_of_keys(kv_tile, work), None)
     score = warpgroup_mma_wait(HAS_TANGENT_Q + HAS_TANGENT_K, deps=[scoring])
     if HAS_TANGENT_WEIGHTS and PAIRWISE_DERIVATIVE:
@@ -103,12 +103,12 @@ def attend(
     if not EARLY:
         # ptxas orders nothing across a wait: with this one behind S', weights and their tangents would
         # be kept both before and after they are rounded.
-        mbarrier.wait(v.full.index(stage), phase)
+        consumer_wait(v, slot)
     if HAS_TANGENT_WEIGHTS:
         if not PAIRWISE_DERIVATIVE:
             pin_before_wait(row_sum, q_len >> 31)
             p_tangent = warpgroup_mma_wait(0, deps=[moving]) * speed
-        mbarrier.arrive(k.empty.index(stage), count=1)
+        consumer_release(k, slot)
         p_tangent = p * p_tangent
         if PARTIAL or MODIFIED:
             # What takes no part may move by what is no number.
@@ -120,18 +120,18 @@ def attend(
             )
         operand_tangent = halves(packed_tangent, HALF, WEIGHTS)
     else:
-        mbarrier.arrive(k.empty.index(stage), count=1)
+        consumer_release(k, slot)
     if EARLY:
-        mbarrier.wait(v.full.index(stage), phase)
+        consumer_wait(v, slot)
     else:
         packed = pack(p, HALF)
     operand = halves(packed, HALF, WEIGHTS)
-    v_tile = v.data.index(stage).reshape([BLOCK_N, DV])
+    v_tile = v.data.index(slot.stage).reshape([BLOCK_N, DV])
     adding = warpgroup_mma(operand, v_tile, acc, is_async=True)
     if HAS_TANGENT_WEIGHTS:
         acc_tangent = warpgroup_mma(operand_tangent, v_tile, acc_tangent, is_async=True)
     if HAS_TANGENT_V:
-        v_tangent = v.tangent.data.index(stage).reshape([BLOCK_N, DV])
+        v_tangent = v.tangent.data.index(slot.stage).reshape([BLOCK_N, DV])
         acc_tangent = warpgroup_mma(operand, v_tangent, acc_tangent, is_async=True)
     if HAS_TANGENT_WEIGHTS and not EARLY:
         # While the products run.
@@ -141,7 +141,7 @@ def attend(
         pin_before_wait(sum_tangent, q_len >> 31)
         pin_before_wait(rounded, q_len >> 31)
     acc, acc_tangent = warpgroup_mma_wait(0, deps=[adding, acc_tangent])
-    mbarrier.arrive(v.empty.index(stage), count=1)
+    consumer_release(v, slot)
     return RunningTangent(acc, acc_tangent, row_max, row_sum, sum_tangent, rounded)
 
 
@@ -152,7 +152,7 @@ def consume_work(
     """Results of the query tile's rows number ``PART``; returns as :func:`load_work`."""
     k, v, sizes = memory.k, memory.v, call.sizes
     shift = shift_of(call.origins, Q_KIND, KV_KIND)
-    work = take_work(work_tile, shift, memory.fields, call)
+    work = take_work(work_tile, shift, memory.items, call)
     tile, scope, head, visits = work.tile, work.scope, work.scope.head, work.visits
     begin_partial, end_partial, own_full = tiles_of_rows(PART, work)
     first = tile * BLOCK_M + PART * ROWS
@@ -176,7 +176,8 @@ def consume_work(
     tiles = visits.partial + visits.full
     if SKIPS:
         skip_tiles(tiles_before, tiles_before + begin_partial, k, v)
-    mbarrier.wait(memory.q.full.index(PART), work_index & 1)
+    q_slot = slot_of_rows(PART, work_index)
+    consumer_wait(memory.q, q_slot)
 
     for FULL in gl.static_range(2):
         if FORWARD_HAS_FULL if FULL else FORWARD_HAS_PARTIAL:
@@ -195,14 +196,14 @@ def consume_work(
         skip_tiles(tiles_before + left, tiles_before + tiles, k, v)
     if PERSISTENT and OWN_OUTPUT:
         # The next work tile's rows of q may come.
-        mbarrier.arrive(memory.q.empty.index(PART), count=1)
+        consumer_release(memory.q, q_slot)
     total, sum_tangent = whole(state.row_sum), whole(state.row_sum_tangent)
     common = whole(state.rounded)
     lse, inverse = normalise(total, state.row_max, rows, factors, work)
     row = (head.b * sizes.heads + head.h).to(gl.int64) * sizes.q_len
     store_lse(results.lse, row, lse, numbers, sizes)
     gl.store(results.lse_tangent + row + numbers, sum_tangent * inverse, mask=numbers < sizes.q_len)
-    store_outputs(PART, state, inverse, common, first, results, memory, head)
+    store_outputs(PART, state, inverse, common, first, q_slot, results, memory, head)
     return tiles_before + visits.partial + visits.full
 
 
@@ -213,7 +214,9 @@ def whole(quarters):
 
 
 @gluon.jit
-def store_outputs(PART: gl.constexpr, state, inverse, common, first, results, memory, head):
+def store_outputs(
+    PART: gl.constexpr, state, inverse, common, first, q_slot, results, memory, head
+):
     """Store a consumer's rows of the output and of its tangent, from row ``first`` on.
 
     ``inverse`` is the factor of sums by weights, ``common`` the sum of these weights' tangents.
@@ -241,4 +244,4 @@ def store_outputs(PART: gl.constexpr, state, inverse, common, first, results, me
     if not (PERSISTENT and OWN_OUTPUT):
         tma_wait(0)
     if PERSISTENT and not OWN_OUTPUT:
-        mbarrier.arrive(memory.q.empty.index(PART), count=1)
+        consumer_release(memory.q, q_slot)

@@ -12,7 +12,7 @@ def attention_forward_tangent(
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     #: given
 ):
-    """As ``attention_forward``, with tangents; what has none is never read."""
+    """``attention_forward`` with tangents; what has none is never read."""
     given = Given(
         #: given
     )

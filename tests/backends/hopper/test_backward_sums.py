@@ -143,7 +143,7 @@ def test_sums_along_diagonals(name, shape):
         torch.testing.assert_close(found, expected, atol=0.02, rtol=4e-3)
 
 
-ANNOUNCE = "mbarrier.arrive(ds.full.index(...), ...)"
+ANNOUNCE = "producer_commit(ds, ...)"
 NEEDED_TO_ADD = {
     "dS is there": drop("mbarrier.wait(ds.full.index(...), ...)"),
     "phases of dS": swap(

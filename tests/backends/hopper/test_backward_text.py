@@ -69,9 +69,9 @@ def test_persistent_programs_compute_the_same(name, shape):
 
 
 NEEDED = {
-    "room for q": (False, drop("release(q.empty.index(...), ...)")),
-    "room for dO": (False, drop("release(do.empty.index(...), ...)")),
-    "phases of q": (False, drop("mbarrier.wait(q.full.index(...), ...)")),
+    "room for q": (False, drop("consumer_release_by(q, ...)")),
+    "room for dO": (False, drop("consumer_release_by(do, ...)")),
+    "phases of q": (False, drop("consumer_wait(q, ...)")),
     "both halves of dS": (False, drop("sync_consumers()")),
     "both halves of dS, wide": (True, drop("sync_consumers()", "add_query_tile")),
     "the slopes are there": (True, drop("wait_for_p()")),
@@ -97,15 +97,15 @@ def test_the_machine_notices(name):
 
 
 NEEDED_AGAIN = {
-    "room for keys": drop("mbarrier.arrive(k.empty, ...)"),
-    "keys have been read": drop("mbarrier.wait(k.empty, ...)"),
-    "phases of k": drop("mbarrier.wait(k.full, ...)"),
-    "phases of v": drop("mbarrier.wait(v.full, ...)"),
-    "items are read": drop("mbarrier.wait(fields.empty, ...)"),
-    "items are written": drop("mbarrier.wait(fields.full, ...)", "consume", nth=2),
+    "room for keys": drop("consumer_release(k, ...)"),
+    "keys have been read": drop("producer_acquire(k, ...)"),
+    "phases of k": drop("consumer_wait(k, ...)"),
+    "phases of v": drop("consumer_wait(v, ...)"),
+    "items are read": drop("acquire_item(...)"),
+    "items are written": drop("await_item(...)", "consume", nth=2),
     "query tiles go on": swap("tile_index = tiles_before", "tile_index = 0", "consume_work"),
     "zero at the end": drop("gl.store(counter, ...)"),
-    "bits are there": drop("mbarrier.wait(kept.full.index(...), ...)"),
+    "bits are there": drop("consumer_wait(kept, ...)"),
 }
 
 
@@ -124,14 +124,12 @@ def test_the_machine_notices_in_persistent_programs(name):
     assert is_noticed(differs, 6)
 
 
-LEAVE = "mbarrier.arrive(bias.empty.index(...), ...)"
+LEAVE = "consumer_release(bias, ...)"
 NEEDED_FOR_PAIRS = {
-    "tiles have come": drop("mbarrier.wait(bias.full.index(...), ...)"),
-    "phases": swap(
-        "mbarrier.wait(bias.full.index(_part), ...)", "mbarrier.wait(bias.full.index(_part), 0)"
-    ),
+    "tiles have come": drop("consumer_wait(bias, ...)"),
+    "phases": swap("slot_of_bias(PART, tile_index)", "slot_of_bias(PART, 0)", "read_bias"),
     "room for tiles": drop(LEAVE),
-    "tiles have been read": drop("mbarrier.wait(bias.empty.index(...), ...)"),
+    "tiles have been read": drop("producer_acquire(bias, ...)"),
     "read before they go": early(LEAVE, to="pair_parts = read_bias(...)"),
     "heads": swap("(h, *_place)", "(0 * h, *_place)", "places_of_bias"),
 }

@@ -82,42 +82,39 @@ def test_positions_and_scales(name):
 
 # What it must not do without: taken out of the text, the machine notices.
 NEEDED = {
-    "room for k": drop("mbarrier.wait(k.empty.index(...), ...)"),
-    "room for v": drop("mbarrier.wait(v.empty.index(...), ...)"),
-    "k has been read": drop("mbarrier.arrive(k.empty.index(...), ...)"),
-    "v has been read": drop("mbarrier.arrive(v.empty.index(...), ...)"),
-    "k has come": drop("mbarrier.wait(k.full.index(...), ...)"),
-    "v has come": drop("mbarrier.wait(v.full.index(...), ...)"),
-    "q has come": drop("mbarrier.wait(q.full.index(...), ...)"),
+    "room for k": drop("producer_acquire(k, ...)"),
+    "room for v": drop("producer_acquire(v, ...)"),
+    "k has been read": drop("consumer_release(k, ...)"),
+    "v has been read": drop("consumer_release(v, ...)"),
+    "k has come": drop("consumer_wait(k, ...)"),
+    "v has come": drop("consumer_wait(v, ...)"),
+    "q has come": drop("consumer_wait(q, ...)"),
     "the first ones pass": drop("skip_tiles(...)", "consume_work", nth=1),
     "the last ones pass": drop("skip_tiles(...)", "consume_work", nth=2),
-    "phases": swap("slot_of(tile_index, ...)", "(tile_index % STAGES, 0)"),
-    "all bytes of q": swap("q.desc.block_type.nbytes * 2", "q.desc.block_type.nbytes"),
-    "all bytes of k": swap("k.desc.block_type.nbytes * 2", "k.desc.block_type.nbytes"),
-    "all bytes of v": swap("v.desc.block_type.nbytes * 2", "v.desc.block_type.nbytes"),
+    "phases": swap("slot_of(tile_index, ...)", "Slot(tile_index % STAGES, 0)"),
     "the output is read": drop("tma_wait(...)", "store_outputs", nth=2),
     "the output is seen": drop("fence_async_shared()", "store_outputs", nth=2),
 }
-LEAVE_Q = "mbarrier.arrive(q.empty.index(...), ...)"
+LEAVE_Q = "consumer_release(q, ...)"
 NEEDED_WHERE_PERSISTENT = {
     "room for q": drop(LEAVE_Q),
-    "q has been read": drop("mbarrier.wait(q.empty.index(...), ...)"),
+    "q has been read": drop("producer_acquire(q, ...)"),
     "q is read to the end": early(
         LEAVE_Q, to="for FULL in gl.static_range(2): ...", within="consume_work"
     ),
     "phases of q": swap(
-        "mbarrier.wait(q.full.index(_part), ...)", "mbarrier.wait(q.full.index(_part), 0)"
+        "consumer_wait(q, _slot)", "consumer_wait(memory.q, type(_slot)(_slot.stage, 0))"
     ),
     "items before": swap("before + step", "step", "consume_work"),
     "PARTIAL tiles before": swap("tiles_before + visits.partial", "tiles_before", "consume_work"),
     "the output is read": drop("tma_wait(...)", "store_outputs", nth=1),
-    "items are read": drop("mbarrier.wait(fields.empty, ...)"),
-    "items are written": drop("mbarrier.wait(fields.full, ...)", "consume", nth=2),
+    "items are read": drop("acquire_item(...)"),
+    "items are written": drop("await_item(...)", "consume", nth=2),
     "zero at the end": drop("gl.store(counter, ...)"),
 }
 NEEDED_IN_PLACE_OF_Q = {
     "the output is read": drop("tma_wait(...)", "store_outputs", nth=2),
-    "room for q": drop("mbarrier.arrive(q.empty.index(...), ...)", "store_outputs"),
+    "room for q": drop("consumer_release(q, ...)", "store_outputs"),
 }
 ALL_NEEDED = {
     "one item": NEEDED,

@@ -50,13 +50,11 @@ def test_others_have_whole_tiles(name):
 HALVES = "attend_by_halves"
 NEEDED = {
     "scores have come": swap("warpgroup_mma_wait(2, deps=[scoring])", "scoring.value"),
-    "k stays": swap(
-        "mbarrier.arrive(_barrier, count=1, pred=more)", "mbarrier.arrive(_barrier, count=1)"
-    ),
-    "k is left": drop("mbarrier.arrive(k.empty.index(...), ...)", HALVES, nth=2),
-    "v is left": drop("mbarrier.arrive(v.empty.index(...), ...)", HALVES, nth=1),
-    "v has come": drop("mbarrier.wait(v.full.index(...), ...)", HALVES, nth=2),
-    "the next k has come": drop("mbarrier.wait(k.full.index(...), ...)", HALVES, nth=2),
+    "k stays": swap("consumer_release(_channel, _slot, more)", "consumer_release(_channel, _slot)"),
+    "k is left": drop("consumer_release(k, ...)", HALVES, nth=2),
+    "v is left": drop("consumer_release(v, ...)", HALVES, nth=1),
+    "v has come": drop("consumer_wait(v, ...)", HALVES, nth=2),
+    "the next k has come": drop("consumer_wait(k, ...)", HALVES, nth=2),
     "the other half": swap("v_tile.slice(SIDE, SIDE)", "v_tile.slice(0, SIDE)"),
     "weights are used up": swap("not uses_fixed_max", "True", "consume_work"),
 }

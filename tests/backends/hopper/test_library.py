@@ -1,20 +1,39 @@
-"""Device functions of the Hopper kernels whose instructions are written out."""
+"""Device functions of the Hopper kernels: slots, loads, and instructions that are written out."""
 
 from __future__ import annotations
 
 import re
 import struct
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
 
-from attndsl.backends.hopper.library import mixture, slot_of
+from attndsl.backends.hopper.channels import producer_load, slot_of
+from attndsl.backends.hopper.library import mixture
+from attndsl.backends.hopper.records import Channel, Slot, Tiles
 
 
 @pytest.mark.parametrize("stages", range(1, 7))
 def test_slots_come_in_turns(stages):
     for count in range(50):
         assert slot_of.fn(count, stages) == (count % stages, count // stages % 2)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_stage_is_full_when_all_bytes_have_come(moves):
+    stages = SimpleNamespace(index=lambda place: place)
+    desc = SimpleNamespace(block_type=SimpleNamespace(nbytes=96))
+    expected, loaded = [], []
+    names = {
+        "producer_expect": lambda channel, slot, size: expected.append(size),
+        "tma_load": lambda source, *_: loaded.append(source),
+    }
+    tangent = Tiles("its tangent", stages) if moves else None
+    channel = Channel(desc, stages, None, None, tangent)
+    FunctionType(producer_load.fn.__code__, names)(channel, Slot(0, 0), [0])
+    assert loaded == [desc, "its tangent"][: 1 + moves]
+    assert expected == [96 * len(loaded)]
 
 
 def run(ptx: str, place: int, x: torch.Tensor) -> torch.Tensor:

@@ -172,17 +172,17 @@ def test_forms(form, programs):
 
 # What it must not do without: taken out of the text, the machine notices.
 NEEDED = {
-    "room for v": drop("mbarrier.arrive(v.empty.index(...), ...)", "add_last"),
-    "room for q": drop("mbarrier.arrive(q.empty.index(...), ...)"),
-    "q has been read": drop("mbarrier.wait(q.empty.index(...), ...)"),
-    "phases of q": drop("mbarrier.wait(q.full.index(...), ...)"),
+    "room for v": drop("consumer_release(v, ...)", "add_last"),
+    "room for q": drop("consumer_release(q, ...)"),
+    "q has been read": drop("producer_acquire(q, ...)"),
+    "phases of q": drop("consumer_wait(q, ...)"),
     "phases of k": swap(
-        "slot_of(tile_index, ...)", "(0, tile_index // STAGES & 1)", "consume_work"
+        "slot_of(tile_index, ...)", "Slot(0, tile_index // STAGES & 1)", "consume_work"
     ),
     "the output is read": drop("tma_wait(...)", "leave_query"),
     "room for the next rows of q": drop("leave_query(...)", "consume_work"),
-    "items are read": drop("mbarrier.wait(fields.empty, ...)"),
-    "items are written": drop("mbarrier.wait(fields.full, ...)", "consume", nth=2),
+    "items are read": drop("acquire_item(...)"),
+    "items are written": drop("await_item(...)", "consume", nth=2),
     "zero at the end": drop("gl.store(counter, ...)"),
 }
 
@@ -218,7 +218,7 @@ NEEDED_WHEN_LOST = {
     "the one that was lost": swap(
         "gl.where(lost != 0, older, _then)", "gl.where(lost != 0, last, _then)"
     ),
-    "phases of q": drop("mbarrier.arrive(q.full.index(...), ...)"),
+    "phases of q": drop("producer_commit(q, ...)"),
     "how large": swap("total <= MOST_TOTAL", "total <= 1e30"),
     "how small": swap("total >= LEAST_TOTAL", "total >= 0.0"),
 }
@@ -247,14 +247,12 @@ def test_tiles_of_pairs_from_any_position(form):
     assert torch.allclose(out.float(), expected(inputs, "bias"), atol=4e-3)
 
 
-LEAVE = "mbarrier.arrive(bias.empty.index(...), ...)"
+LEAVE = "consumer_release(bias, ...)"
 NEEDED_FOR_PAIRS = {
-    "tiles have come": drop("mbarrier.wait(bias.full.index(...), ...)"),
-    "phases": swap(
-        "mbarrier.wait(bias.full.index(_part), ...)", "mbarrier.wait(bias.full.index(_part), 0)"
-    ),
+    "tiles have come": drop("consumer_wait(bias, ...)"),
+    "phases": swap("slot_of_bias(PART, tile_index)", "slot_of_bias(PART, 0)", "read_bias"),
     "room for tiles": drop(LEAVE),
-    "tiles have been read": drop("mbarrier.wait(bias.empty.index(...), ...)"),
+    "tiles have been read": drop("producer_acquire(bias, ...)"),
     "read before they go": early(LEAVE, to="pair_parts = read_bias(...)"),
     "all bytes": swap("BIAS_BYTES * _pairs * _keys", "_pairs * _keys"),
     "rows of each consumer": swap("first_query + part * _rows % _all", "first_query"),

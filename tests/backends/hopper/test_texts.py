@@ -16,7 +16,7 @@ from attndsl.backends.emit.facts import facts_of, with_gradients
 from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.generated.families import HOPPER
 from attndsl.backends.hopper import family
-from attndsl.backends.hopper import why_not as why_not_module
+from attndsl.backends.hopper import support as support_module
 from attndsl.backends.hopper.tiles import CANDIDATES, candidates
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.heads import TAIL
@@ -60,7 +60,8 @@ def test_no_name_in_a_kernel_hides_a_function_of_the_library():
         name.name
         for tree in trees
         for item in ast.walk(tree)
-        if isinstance(item, ast.ImportFrom) and (item.module or "").endswith(".library")
+        if isinstance(item, ast.ImportFrom)
+        and (item.module or "").endswith((".library", ".channels"))
         for name in item.names
     }
     assert "pack_fields" in imported
@@ -311,7 +312,7 @@ def test_explanations_say_what_calls_do(head_dim):
 
 def test_explanations_follow_the_table_of_configs(monkeypatch):
     fewer = {width: CANDIDATES[Task.FORWARD][width] for width in (64, 128)}
-    monkeypatch.setattr(why_not_module, "CANDIDATES", {**CANDIDATES, Task.FORWARD: fewer})
+    monkeypatch.setattr(support_module, "CANDIDATES", {**CANDIDATES, Task.FORWARD: fewer})
     assert "  forward    hopper kernels, head dims up to 128" in lines_of("score", 128)
     assert lines_of("score", 256)[0].endswith("the Hopper forward takes head dims up to 128")
 

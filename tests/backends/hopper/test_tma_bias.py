@@ -19,12 +19,12 @@ from attndsl.backends.emit.facts import PairTile, facts_of, with_forms
 from attndsl.backends.generated.backend import generated_backend
 from attndsl.backends.hopper import family as family_module
 from attndsl.backends.hopper import layout as layout_module
-from attndsl.backends.hopper import pair_tiles as pair_tiles_module
+from attndsl.backends.hopper import tma_bias
 from attndsl.backends.hopper.arguments import blocks_of
-from attndsl.backends.hopper.copies import room_for
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.memory import query_slots, shared_bytes
-from attndsl.backends.hopper.pair_tiles import is_readable, pair_tiles, window, with_pair_tiles
+from attndsl.backends.hopper.tma_bias import is_readable, pair_tiles, window, with_pair_tiles
+from attndsl.backends.hopper.tma_copies import room_for
 from attndsl.backends.kernels import modules
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
@@ -413,7 +413,7 @@ def choices(monkeypatch):
 def test_kernels(check, choices, monkeypatch, name, kind, dim, lengths, way):
     text, dims, options = ON_GPU[name]
     boolean = "mask" in name
-    monkeypatch.setattr(pair_tiles_module, "is_worth_a_copy", lambda *_: way == "copies")
+    monkeypatch.setattr(tma_bias, "is_worth_a_copy", lambda *_: way == "copies")
     by = 1536 if way == "tiles" else 1537
     tensor = on_gpu(dims, options, lengths, torch.bool if boolean else FLOATS[kind], by)
     place = SimpleNamespace(backend="hopper", device="cuda", shape=(2, 4, 0, dim))
@@ -455,7 +455,7 @@ def test_calls_of_one_program_are_told_apart(check):
 @pytest.mark.parametrize("copied", [False, True])
 def test_arguments_are_those_that_kernels_take(monkeypatch, copied):
     backend, launched = generated_backend(("hopper", "triton"), default_cache()), {}
-    monkeypatch.setattr(pair_tiles_module, "is_worth_a_copy", lambda *_: True)
+    monkeypatch.setattr(tma_bias, "is_worth_a_copy", lambda *_: True)
     bias = torch.randn(HEADS, Q_LEN, KV_LEN + copied).bfloat16()[..., :KV_LEN]
     lowered, call = call_of(BIAS, {"bias": bias})
     wants = Wants()

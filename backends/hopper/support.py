@@ -14,9 +14,9 @@ from ..emit.facts import facts_of, with_gradients
 from ..kernels.kernel import Job, Task
 from ..kernels.machine import machine_of
 from .blocks import block_width
+from .capture_sums import learned_parts
 from .kernels import KERNELS
 from .launch import descriptor_strides
-from .learned import learned_parts
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from support.kernel_text import Run
 from support.mutation import before, drop, is_noticed, swap
 
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.hopper.features.skips import own_tiles, parts_of_lists
+from attndsl.backends.hopper.features.tile_skipping import own_tiles, parts_of_lists
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.passes.tiles.plan import FORWARD
@@ -73,7 +73,7 @@ def test_tiles_are_left_out(name, config, q_len, kv_len, items, fewer):
 NEEDED = {
     "the first ones pass": drop("skip_tiles(...)", "consume_work", nth=1),
     "the last ones pass": drop("skip_tiles(...)", "consume_work", nth=2),
-    "room for v": drop("mbarrier.arrive(v.empty.index(...), ...)", "skip_tiles"),
+    "room for v": drop("consumer_release(v, ...)", "skip_tiles"),
     "which is the last": swap("gl.where(own_full > 0, tiles, ended)", "tiles"),
     "whose weights are first": swap(
         "tile_index = tiles_before + begin_partial", "tile_index = tiles_before"

@@ -73,10 +73,10 @@ def test_stored_slopes_are_those_without_turns():
 
 
 NEEDED = {
-    "consumers wait": drop("mbarrier.wait(memory.turns.full.index(...), ...)"),
+    "consumers wait": drop("consumer_wait(turns, ...)"),
     "phases": swap(
-        "mbarrier.wait(memory.turns.full.index(_n), _phase)",
-        "mbarrier.wait(memory.turns.full.index(_n), 0)",
+        "consumer_wait(memory.turns, _slot)",
+        "consumer_wait(memory.turns, type(_slot)(_slot.stage, 0))",
     ),
     "the producer waits": drop("await_turn(...)"),
     "turns are taken": drop("take_turn(...)", "follow_turns"),
@@ -86,9 +86,7 @@ NEEDED = {
     ),
     "the last turns of a program": drop("finish_turns(...)", "produce"),
     "the last turns before a work tile of nothing": drop("finish_turns(...)", "load_work"),
-    "consumers are done at the end": drop(
-        "mbarrier.wait(memory.q.empty.index(...), ...)", "finish_turns"
-    ),
+    "consumers are done at the end": drop("producer_acquire(q, ...)", "finish_turns"),
     "nothing is passed on twice": drop("clear_turns(...)", "finish_turns"),
     "work tiles are drawn in their order": swap(
         "place_of_item(_item, _tiles, _heads, _together, True, _last)",

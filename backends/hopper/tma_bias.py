@@ -4,7 +4,8 @@ Of ``bias[h, q, kv]`` each pair looks up an element of its own. Read one by one 
 which threads hold a tile's scores, they arrive in short pieces, and whoever computes waits for
 each.
 
-Where the hardware cannot read a tensor as it lies, a call may copy it first: see :mod:`.copies`.
+Where the hardware cannot read a tensor as it lies, a call may copy it first
+(:mod:`.tma_copies`).
 
 Non-goals: lookups by anything but a row and a column (``t[kv, q]``, ``t[q - kv]``), integers.
 """
@@ -23,10 +24,10 @@ from ..emit.facts import TRITON_TYPES, PairTile
 from ..kernels.config import shared_memory_of
 from ..memory_order import strides
 from .blocks import ADDRESS_BYTES, widest
-from .copies import is_worth_a_copy
 from .features.bias import indices_of, lookups_of_pairs
 from .memory import shared_bytes
 from .tiles import CANDIDATES
+from .tma_copies import is_worth_a_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

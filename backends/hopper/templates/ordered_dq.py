@@ -1,4 +1,4 @@
-"""How a backward's producer keeps the order in which work tiles add to sums of dQ.
+"""The order in which work tiles add to sums of dQ, which a backward's producer keeps.
 
 The consumers compute, and wait before they add. The producer waits for the turn of the tile that
 they compute on, and passes on that of the tile before it, while they compute.
@@ -19,7 +19,7 @@ same sums, and the bits are the same in every run.
 
 @gluon.jit
 def tiles_ahead(masked, work):
-    """How many of the ``masked`` query tiles, which need the mask's code, come before FULL ones."""
+    """Number of the ``masked`` query tiles, which need the mask's code, that come before FULL ones."""
     ahead = 0
     if TWO_SIDED:
         visits = work.visits
@@ -72,7 +72,7 @@ def q_tile_in_turn(step, ahead, masked, work):
 def clear_turns(turns):
     """No query tile is under way."""
     for place in gl.static_range(2):
-        turns.data.index(place).store(pack_fields((-1, 0)))
+        pack_fields(Turn(-1, 0), turns.data.index(place))
 
 
 @gluon.jit
@@ -88,25 +88,25 @@ def follow_turns(tile_index, tile, q_tile, work, memory):
     take_turn(tile_index - 1, turns, work.scope.given)
     row = (head.b * sizes.heads + head.h) * tl.cdiv(sizes.q_len, BLOCK_M)
     turn = kv_pass_turn(tile, q_tile, work.shift, work.scope)
-    place.store(pack_fields((row + q_tile, turn)))
+    pack_fields(Turn(row + q_tile, turn), place)
 
 
 @gluon.jit
 def pass_turn(place, given):
     """Let the next work tile add to the query tile that ``place`` tells, if it tells any."""
-    count = read_field(place, 0)
-    if count >= 0:
-        count_turn(given.TURNS + count)
+    own = turn_at(place)
+    if own.place >= 0:
+        count_turn(given.TURNS + own.place)
 
 
 @gluon.jit
 def take_turn(tile_index, turns, given):
     """Wait for the turn of query tile number ``tile_index``, if it is under way; tell consumers."""
-    place = turns.data.index(tile_index & 1)
-    count = read_field(place, 0)
-    if count >= 0:
-        await_turn(given.TURNS + count, read_field(place, 1))
-        mbarrier.arrive(turns.full.index(tile_index & 1), count=1)
+    slot = slot_of(tile_index, 2)
+    own = turn_at(turns.data.index(slot.stage))
+    if own.place >= 0:
+        await_turn(given.TURNS + own.place, own.turn)
+        producer_commit(turns, slot)
 
 
 @gluon.jit
@@ -117,9 +117,9 @@ def finish_turns(tile_index, memory, given):
     """
     turns = memory.turns
     for behind in gl.static_range(2):
-        stage, phase = slot_of(tile_index + behind, STAGES)
-        mbarrier.wait(memory.q.empty.index(stage), phase ^ 1)
-        pass_turn(turns.data.index(stage), given)
+        slot = slot_of(tile_index + behind, STAGES)
+        producer_acquire(memory.q, slot)
+        pass_turn(turns.data.index(slot.stage), given)
         if behind == 0:
             take_turn(tile_index - 1, turns, given)
     clear_turns(turns)

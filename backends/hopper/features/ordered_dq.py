@@ -67,6 +67,6 @@ def _shared_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
 
 
 TURNS = Feature(
-    "TAKES_TURNS", _takes_turns, _flags, template="turns", functions=_functions,
+    "TAKES_TURNS", _takes_turns, _flags, template="ordered_dq", functions=_functions,
     shared_bytes=_shared_bytes, sums=(Buffer("TURNS", "*i32", _no_turns),),
 )  # fmt: skip

@@ -11,7 +11,12 @@ from support.jobs import why_portable
 import attndsl
 from attndsl.backends.base import Wants
 from attndsl.backends.generated.backend import generated_backend
-from attndsl.backends.hopper.learned import Learned, Statistics, gradients_of_parts, learned_parts
+from attndsl.backends.hopper.capture_sums import (
+    Learned,
+    Statistics,
+    gradients_of_parts,
+    learned_parts,
+)
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.log_sum import of_one_number
 from attndsl.runtime.programs import default_cache

@@ -33,7 +33,7 @@ def is_worth_a_copy(own: torch.Tensor, name: str, lowered: Lowered, call: Call, 
     """Return True if reading ``own`` by tiles saves more time than copying it takes.
 
     Args:
-        own: What the call reads of the tensor ``name``, see ``pair_tiles.window``.
+        own: What the call reads of the tensor ``name``, see ``tma_bias.window``.
         name: Of the tensor.
         lowered: The program.
         call: The call.
