@@ -137,9 +137,7 @@ def call_signature() -> inspect.Signature:
         inspect.Parameter(name, keyword, default=x.default, annotation=x.type)
         for name, x in OPTIONS.items()
     ]
-    captures = inspect.Parameter(
-        "captures", keyword, default=None, annotation="Mapping[str, torch.Tensor | Scalar] | None"
-    )
+    captures = inspect.Parameter("captures", keyword, default=None, annotation="Captures | None")
     named = inspect.Parameter(
         "named", inspect.Parameter.VAR_KEYWORD, annotation="torch.Tensor | Scalar"
     )

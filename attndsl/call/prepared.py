@@ -39,7 +39,7 @@ from attndsl.runtime.values import check_values, needs_of_values
 
 from .binding import bound, dispatched
 from .options import IN_KEY, InKey
-from .signature import PLAIN_TENSORS, signature_of_call
+from .signature import ANY_LENGTH, PLAIN_TENSORS, signature_of_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -286,8 +286,8 @@ class PreparedCalls:
             found = self._cache.recent.get(key) or self._cache.get(key)
             if found is not None:
                 return found, arguments, False
-        found = prepare(program, arguments)
-        if key is not None:
+        found, warned = prepare(program, arguments)
+        if key is not None and not (warned and key[0] == ANY_LENGTH):  # Other lengths warn too.
             self._cache.put(key, found)
         return found, arguments, True
 
@@ -295,8 +295,8 @@ class PreparedCalls:
         return len(self._cache)
 
 
-def prepare(asked: Compiled, given: Arguments) -> PreparedCall:
-    """Prepare calls like this one.
+def prepare(asked: Compiled, given: Arguments) -> tuple[PreparedCall, bool]:
+    """Prepare calls like this one; say whether there was something to warn of.
 
     Args:
         asked: The program, whose captures may be optional.
@@ -310,13 +310,15 @@ def prepare(asked: Compiled, given: Arguments) -> PreparedCall:
         program, captures, call = bound(asked, operands, given.options, given.captures)
         terms = None if call.part is None else terms_of(program.lowered, call)
         backend = dispatched(program, call)[0]
+    doubts = []
     if program._warns:
-        tell(list(doubts_of_call(program.lowered.program, call, given.options)))
+        doubts = list(doubts_of_call(program.lowered.program, call, given.options))
+        tell(doubts)
     as_given = all(x is y for x, y in zip((call.q, call.k, call.v), operands, strict=True))
     numbers = (given.options.get(name) for name in ("q_offset", "kv_offset", "seed"))
     needs = needs_of_values(program.lowered.program, call, captures, tuple(numbers))
     fixed = all(IN_KEY.get(name) is not InKey.KIND for name in given.options)
-    return PreparedCall(program, backend, call, as_given, needs, terms, fixed)
+    return PreparedCall(program, backend, call, as_given, needs, terms, fixed), bool(doubts)
 
 
 def check_has_lse(program: Any) -> None:

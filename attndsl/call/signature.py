@@ -16,6 +16,7 @@ from attndsl.runtime.arguments import is_deterministic
 from attndsl.runtime.location import has_rows, plain_int
 from attndsl.runtime.tiles import tiles_key
 from attndsl.runtime.values import dims_key, params_of_dims
+from attndsl.scalars import number_key
 from attndsl.settings import asks_to_verify
 
 from .options import IN_KEY, InKey
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors whose calls are prepared once."""
+ANY_LENGTH = "any number of keys"
+"""First part of the signature of calls that share it whatever their number of keys is."""
 _PARTS = frozenset(
     ("q_len", "kv_len", "heads", "kv_heads", "batch", "h_offset", "b_offset", "kv_lengths")
 )
@@ -95,7 +98,7 @@ def signature_of_call(
             if name == "deterministic":
                 deterministic = x
             else:
-                parts += (name, type(x), x)
+                parts += (name, type(x), x if type(x) in _PLAIN_VALUES else number_key(x))
         elif in_key is None and together:
             parts += (name, kind_of(x))
         if name in _PARTS:
@@ -113,7 +116,7 @@ def signature_of_call(
         parts += [_value_of(options.get(name)) for name in ("q_offset", "kv_offset")]
     if facts.any_length and plain and q.is_cpu and not _is_of_one_length(facts, k, v, options):
         return (
-            "any length", q.shape, q.stride(), q.dtype, q.device, deterministic, k.shape[:2],
+            ANY_LENGTH, q.shape, q.stride(), q.dtype, q.device, deterministic, k.shape[:2],
             k.shape[3], k.stride()[3], k.dtype, k.device, v.shape[:2], v.shape[3], v.stride()[3],
             v.dtype, v.device, *parts,
         )  # fmt: skip
@@ -124,6 +127,7 @@ def signature_of_call(
 
 
 _NUMBERS = frozenset((int, float))
+_PLAIN_VALUES = frozenset((int, bool, torch.dtype, type(None)))
 
 
 def _is_of_one_length(

@@ -22,7 +22,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
+    fence_async_shared, warpgroup_mma, warpgroup_mma_wait,
 )
 
 from attndsl.backends.device.records import (

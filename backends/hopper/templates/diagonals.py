@@ -23,9 +23,9 @@ def line_of_sums(tile, head, call):
 @gluon.jit
 def add_tile(tile_index, sums, memory):
     """Add dS of tile number ``tile_index`` to sums along its diagonals, 64 queries at a time."""
-    place, phase = slot_of(tile_index, 2)
-    mbarrier.wait(memory.ds.full.index(place), phase)
-    ds = memory.ds.data.index(place)
+    slot = slot_of(tile_index, 2)
+    consumer_wait(memory.ds, slot)
+    ds = memory.ds.data.index(slot.stage)
     PARTS: gl.constexpr = ds.shape[1] // 64
     for part in gl.static_range(PARTS):
         add_diagonals(sums + 64 * part, ds, part, memory.lines)

@@ -143,7 +143,7 @@ def test_forwards_with_much_to_do_for_each_score_are_portable(text, busy):
 @pytest.mark.parametrize(("text", "repeats"), [("score", False), ("causal()", True)])
 def test_programs_without_a_mask_have_no_loop_over_partial_tiles(text, repeats):
     source = attndsl.compile(text).source(backend="hopper")
-    assert f"FORWARD_REPEATS_PARTIAL = tl.constexpr({repeats})" in source
+    assert source.count("softmax = attend_tiles(") == 1 + repeats
 
 
 @pytest.mark.parametrize("name", HOPPER)

@@ -1,4 +1,4 @@
-"""Calls that differ in the number of keys alone share what was found of the first."""
+"""Calls on CPUs that differ in the number of keys alone share one prepared call."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import pytest
 import torch
 
 import attndsl
-from attndsl import attention as attention_module
+from attndsl.call import binding
 from attndsl.errors import ShapeError
-from attndsl.other_lengths import OtherLengths
 
 
 @pytest.fixture
 def bound(monkeypatch):
     """The lengths of calls that were bound."""
     lengths = []
-    real = attention_module.bind
+    real = binding.bind
 
     def counted(program, operands, *rest):
         lengths.append(operands[1].shape[2])
         return real(program, operands, *rest)
 
-    monkeypatch.setattr(attention_module, "bind", counted)
+    monkeypatch.setattr(binding, "bind", counted)
     return lengths
 
 
@@ -130,13 +129,3 @@ def test_captures_and_checks_are_looked_at_each_time(bound, monkeypatch):
     monkeypatch.setenv("ATTNDSL_VERIFY", "1")
     attention(*_operands(6), q_offset=5)
     assert bound[2:] == [5, 6]
-
-
-def test_few_kinds_are_kept(monkeypatch):
-    monkeypatch.setattr("attndsl.other_lengths._MOST", 2)
-    attention = attndsl.compile("causal()", backend="cpu")
-    for heads in (2, 4, 6):
-        attention(*_operands(5, heads), q_offset=4)
-    kept = attention._lengths
-    assert isinstance(kept, OtherLengths)
-    assert len(kept._kept) == 1
