@@ -182,7 +182,10 @@ def parts_of(features: Sequence[Feature], spec: ModuleSpec) -> Parts:
             [text for own in texts for text in own.functions],
             frozenset[str]().union(*(own.helpers for own in texts)),
         ),
-        tuple(name for feature in found for name in feature.arguments(spec))
-        + tuple(buffer.name for feature in found for buffer in feature.stores),
+        tuple(
+            name
+            for feature in found
+            for name in (*feature.arguments(spec), *(buffer.name for buffer in feature.stores))
+        ),
         tuple(x.name for feature in found for x in feature.sums if not spec.is_forward),
     )
