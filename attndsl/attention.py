@@ -15,7 +15,7 @@ from attndsl.call.prepared import PreparedCalls, check_has_lse
 from attndsl.call.signature import PLAIN_TENSORS, facts_of
 from attndsl.compiled import MAX_VARIANTS, Traced
 from attndsl.errors import ArgumentError, UnsupportedError
-from attndsl.foundation.caches import BoundedCache, Reason
+from attndsl.foundation.caches import BoundedCache
 from attndsl.in_graphs import InGraphs
 from attndsl.introspection import Introspection
 from attndsl.refusals import refuse_call
@@ -29,7 +29,6 @@ from attndsl.runtime.programs import (
     spec_without_sink,
     written_as,
 )
-from attndsl.runtime.seed import seed_of_call
 from attndsl.runtime.sources import source_of
 from attndsl.runtime.steps import speaks_of_tokens
 from attndsl.runtime.tuning import Tuning, tune
@@ -52,7 +51,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
 
     __slots__ = (
         "__weakref__", "_backend", "_by_token", "_checked", "_defaults", "_dims",
-        "_in_graphs", "_lowered", "_names", "_optional", "_prepared", "_source", "_spec", "_steps",
+        "_in_graphs", "_lowered", "_names", "_optional", "_prepared", "_source", "_spec",
         "_traced", "_variants", "_warns",
     )  # fmt: skip
 
@@ -77,7 +76,6 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         self._variants = BoundedCache("programs of calls by absent captures", MAX_VARIANTS)
         self._traced = Traced()
         self._by_token = speaks_of_tokens(program)
-        self._steps = BoundedCache("prepared steps", 4096, Reason.BACKENDS, Reason.KERNELS)
         self._prepared = PreparedCalls(facts_of(program, backend, checked, warns))
 
     def _like(self, spec: str, defaults: dict[str, Any]) -> Attention:
@@ -185,12 +183,10 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         # Dynamo guards each default of a function that it follows, so that this one has none.
         if is_dynamo_compiling():
             found = self._at_once((q, k, v), given) if self._in_graphs else None
-            return self._followed((q, k, v), given) if found is None else found
+            return self._not_prepared((q, k, v), given) if found is None else found
         try:
             if torch.compiler.is_compiling() or type(q) not in PLAIN_TENSORS:
                 return self._not_prepared((q, k, v), given)
-            if self._lowered.program.dropout is not None:
-                given["seed"] = seed_of_call(given.get("seed"), q.device)
             prepared, arguments, first = self._prepared.of(self, q, k, v, given)
             return prepared.run(arguments, first)
         except (AttributeError, TypeError):

@@ -196,8 +196,10 @@ class Compiled:
         """
         for name in ("return_lse", "out"):
             if name in arguments:
-                raise ArgumentError(f"backward takes no {name}", hint=f"drop {name}")
-        check_has_seed(self._lowered.program, arguments.get("seed"))
+                raise ArgumentError(
+                    f"the program has no tensor or run-time param '{name}'",
+                    hint=f"backward takes no {name}",
+                )
         results = Results(out, lse, grad_out, grad_lse)
         asked = Asked(wants, wants_captures, grad_dtype)
         if torch.compiler.is_compiling() or type(q) not in PLAIN_TENSORS:
@@ -220,6 +222,7 @@ class Compiled:
         operands = autocast(q), autocast(k), autocast(v)
         own, _, call = bound(self, operands, arguments, self._captures_of(arguments))
         program = own._lowered.program
+        check_has_seed(program, arguments.get("seed"))
         check_results(program, call, results)
         check_room("room", room, call.q.shape, call.q.dtype, call.q.device)
         wants = wants_for(call, asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,11 +140,6 @@ class InGraphs(Compiled):
         """
         from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
 
-        seed = given.get("seed")
-        if seed is None and self._lowered.program.dropout is not None:
-            given = {**given, "seed": draw_seed(operands[0].device)}
-        elif isinstance(seed, torch.Tensor):
-            given = {**given, "seed": seed.clone()}  # The backward reads it again.
         how, location = options_in(given)
         if how.out is not None:
             raise UnsupportedError(
@@ -158,6 +154,10 @@ class InGraphs(Compiled):
         own, captures = self.variant(
             self._captures_of(given), sizes_of_operands(*operands[:2]), location
         )
+        if how.seed is None and own._lowered.program.dropout is not None:
+            how = replace(how, seed=draw_seed(q.device))
+        elif isinstance(how.seed, torch.Tensor):
+            how = replace(how, seed=how.seed.clone())  # The backward reads it again.
         call = bind(own._lowered.program, operands, captures, location, how)
         found = attend_in_graph(own._request, call, how.scale)
         return found if how.return_lse else found[0]

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Call, Scalar
     from attndsl.compiled import Captures
-    from attndsl.foundation.caches import BoundedCache
 
 READS_PAGES = "decode"
 """The backend whose kernels do. It has to be asked for: for trees of drafts and chunks of prompts
@@ -54,8 +53,6 @@ class Serving(Compiled):
     """Params that declared dims depend on."""
     _by_token: bool
     """Whether the program speaks of tokens, or of their number."""
-    _steps: BoundedCache[PreparedStep]
-    """By signature: steps that kernels for pages have run."""
 
     def serve(
         self,
@@ -205,7 +202,7 @@ class Serving(Compiled):
             requests, found = plan.signature, plan.found
         if self._backend == READS_PAGES and not self._checked:
             key = signature_of(step, given, self._dims, self._by_token, requests)
-        prepared = None if key is None else self._steps.get(key)
+        prepared = None if key is None else self._prepared.cache.get(key)
         if prepared is None:
             return self._serve_anew(step, given, key, plan)
         _refuse_gradients(step, given)
@@ -245,7 +242,7 @@ class Serving(Compiled):
             if prepared is None:
                 return own._attend_step(step, given, None if plan is None else plan.runs)
             if key is not None and are_positions_right(step):
-                self._steps.put(key, prepared)
+                self._prepared.cache.put(key, prepared)
             return prepared.run(step, given, None if plan is None else plan.found)
 
     def _check_program(self, return_lse: bool) -> None:

@@ -521,7 +521,13 @@ def test_stats_of_the_caches_of_a_process(attndsl):
     place = head.index("bound")
     found = {row[:place].rstrip(): row[place:].split() for row in rows}
     assert int(found["compiled programs"][1]) >= 1
-    assert (found["backends"][0], found["backends"][-1]) == ("few", "backends")
+    assert (
+        found["backends of torch operations"][0],
+        found["backends of torch operations"][-1],
+    ) == (
+        "few",
+        "backends",
+    )
 
 
 def test_stats_of_a_program_with_errors(attndsl):

@@ -43,7 +43,7 @@ OTHER = frozenset({"PagedCache"})
 """Classes called ``...Cache`` that hold keys and values of tokens."""
 DOORS = {
     "Attention._prepared": "A",
-    "PreparedCalls._cache": "A",
+    "PreparedCalls.cache": "A",
     "OtherLengths._kept": "B",
     "Attention._of_ones": "C",
     "Attention._variants": "D",
@@ -108,7 +108,7 @@ def doors(sources: Sources, found: list[Cache]) -> list[str]:
     for name, letter in DOORS.items():
         if name in places:
             letters.setdefault(letter, []).append(f"{places[name]}: {name}")
-    if "PreparedCalls._cache" in places:
+    if "PreparedCalls.cache" in places:
         # It is found before the program of a call is looked for, and A is its place.
         del letters["D"]
         letters["A"] = [name for name in letters["A"] if "PreparedCalls" in name]

@@ -21,6 +21,7 @@ from attndsl.foundation.caches import BoundedCache, Reason
 from attndsl.runtime.arguments import autocast, scale_of
 from attndsl.runtime.autograd import attend, attend_bound, bound_call, modes_on, needs_grad
 from attndsl.runtime.backward import (
+    check_has_seed,
     check_results,
     check_room,
     gradients_of_results,
@@ -34,6 +35,7 @@ from attndsl.runtime.parts import gradients_of_wholes, terms_of
 from attndsl.runtime.probability import check_probability
 from attndsl.runtime.profiling import BACKWARD, event_named
 from attndsl.runtime.programs import point_into, pointing_into
+from attndsl.runtime.seed import seed_of_call
 from attndsl.runtime.tiles import given_tiles
 from attndsl.runtime.values import check_values, needs_of_values
 
@@ -111,7 +113,7 @@ class PreparedCall:
             signature=Signature(program.name),
         )  # fmt: skip
         self.bare = None
-        if not (self.tensors or self.params) and terms is None:
+        if not (self.tensors or self.params or declared.dropout) and terms is None:
             self.bare = tuple(self.template[3:])
         self.binds = (
             backend.binds and as_given and terms is None and declared.dropout is None
@@ -148,6 +150,8 @@ class PreparedCall:
     ) -> Call:  # fmt: skip
         get, own, part = options.get, self.template, self.template.part
         scale, seed = get("scale"), get("seed")
+        if self.declared.dropout is not None:
+            seed = seed_of_call(seed, q.device)
         if part is not None:
             part = replace(part, kv_lengths=get("kv_lengths"))
         return Call(
@@ -229,6 +233,7 @@ class PreparedCall:
         tiles: TileMap | None = None,
     ) -> Gradients:  # fmt: skip
         """Gradients of a call from results; see :meth:`attndsl.Attention.backward`."""
+        check_has_seed(self.declared, given.options.get("seed"))
         with pointing_into(self.source):
             whole = self.call(given)
             check_results(self.declared, whole, results)
@@ -250,14 +255,16 @@ class PreparedCall:
 class PreparedCalls:
     """The prepared calls of a program, by signature."""
 
-    __slots__ = ("_cache", "_facts")
+    __slots__ = ("_facts", "cache")
 
     def __init__(self, facts: Facts) -> None:
         """Make room for calls of a program with these ``facts``."""
         self._facts = facts
-        self._cache: BoundedCache[PreparedCall] = BoundedCache(
-            "prepared calls by signature", _MOST_SIGNATURES, Reason.BACKENDS, Reason.KERNELS
+        self.cache: BoundedCache[Any] = BoundedCache(
+            "prepared calls, steps by signature", _MOST_SIGNATURES, Reason.BACKENDS, Reason.KERNELS
         )
+        """Prepared calls; and the steps of :meth:`attndsl.Attention.serve`, by signatures of
+        their own."""
 
     def of(
         self, program: Compiled, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -283,16 +290,16 @@ class PreparedCalls:
         arguments, key = Arguments(q, k, v, given, captures), None
         if type(k) in PLAIN_TENSORS and type(v) in PLAIN_TENSORS:
             key = signature_of_call(self._facts, q, k, v, given, captures)
-            found = self._cache.recent.get(key) or self._cache.get(key)
+            found = self.cache.recent.get(key) or self.cache.get(key)
             if found is not None:
                 return found, arguments, False
         found, warned = prepare(program, arguments)
         if key is not None and not (warned and key[0] == ANY_LENGTH):  # Other lengths warn too.
-            self._cache.put(key, found)
+            self.cache.put(key, found)
         return found, arguments, True
 
     def __len__(self) -> int:
-        return len(self._cache)
+        return len(self.cache)
 
 
 def prepare(asked: Compiled, given: Arguments) -> tuple[PreparedCall, bool]:

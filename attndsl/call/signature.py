@@ -51,6 +51,8 @@ class Facts(NamedTuple):
     """Whether calls on CPUs that differ in their number of keys alone share a signature. A cache
     of keys grows from step to step, and to bind a call takes longer than its attention on a CPU:
     see M57 in docs/measured.md."""
+    draws: bool
+    """Whether calls without a seed draw one."""
     warns: bool
     """Whether calls are warned of lengths that do not fit the mask."""
 
@@ -61,7 +63,7 @@ def facts_of(program: Program, backend: str, checked: bool, warns: bool) -> Fact
         params_of_dims(program), program.by_token, program.by_token or has_rows(program),
         backend in ("auto", "cpu") and not checked
         and not (program.tensors or program.params or program.by_token),
-        warns,
+        program.dropout is not None, warns,
     )  # fmt: skip
 
 
@@ -112,6 +114,9 @@ def signature_of_call(
             parts += (name, kind_of(x))
     if facts.dims:
         parts.append(dims_key(facts.dims, captures))
+    if facts.draws and options.get("seed") is None:
+        # A seed that a CUDA graph draws is a tensor.
+        parts.append(q.is_cuda and torch.cuda.is_current_stream_capturing())
     if by_value:
         parts += [_value_of(options.get(name)) for name in ("q_offset", "kv_offset")]
     if facts.any_length and plain and q.is_cpu and not _is_of_one_length(facts, k, v, options):

@@ -40,7 +40,7 @@ def seed_argument(drawn: torch.Tensor) -> int | torch.Tensor:
     return int(drawn.item())
 
 
-def seed_of_call(given: object, device: torch.device) -> object:
+def seed_of_call(given: int | torch.Tensor | None, device: torch.device) -> int | torch.Tensor:
     """The seed of a call on ``device``: as it was ``given``, or drawn. A tensor is a copy.
 
     The backward reads it again, so that nobody may change it meanwhile.

@@ -143,7 +143,7 @@ def test_scales_of_layers_that_share_a_plan() -> None:
             anew = attndsl.compile("mask = 1.0 / score > 0.0", backend="decode")
             assert torch.equal(found, anew.serve(each, cache, starts, scale=scale, most_queries=1))
     # One of no scale, one of floats and one of ints.
-    assert len(served._steps) == 3
+    assert len(served._prepared) == 3
 
 
 @pytest.fixture

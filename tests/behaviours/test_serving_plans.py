@@ -52,7 +52,7 @@ def test_layers_share_a_plan(device, backend, counts):
             for own, other in pairs:
                 torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-5)
     # Layers of all heads have one signature for each kind of results, with a plan and without.
-    assert len(attention._steps) == (4 if backend == "decode" else 0)
+    assert len(attention._prepared) == (4 if backend == "decode" else 0)
 
 
 def test_layers_of_another_backend_are_their_own(device):
@@ -66,7 +66,7 @@ def test_layers_of_another_backend_are_their_own(device):
     slow = attndsl.compile(text, backend="reference", checked=True)
     with pytest.raises(attndsl.AttnDSLError, match="gain"):
         slow.serve(q, cache, starts, plan=plan, gain=few)
-    assert (len(fast._steps), len(slow._steps)) == (1, 0)
+    assert (len(fast._prepared), len(slow._prepared)) == (1, 0)
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])

@@ -7,7 +7,6 @@ import pytest
 
 LEFT = {
     "attndsl/parallel/context.py": 1,  # What ranks have agreed on: no rank may forget it alone.
-    "attndsl/serving.py": 1,
     "backends/kernels/kept_lists.py": 1,  # A kind of its own.
 }
 """Caches of other kinds by file. The numbers may only fall."""

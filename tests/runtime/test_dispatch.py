@@ -67,7 +67,7 @@ def test_calls_go_by_dtype(as_on_gpus):
     assert torch.autograd.gradgradcheck(call, wide, fast_mode=True)
     narrow = [x.detach().float() for x in wide]
     torch.testing.assert_close(call(*narrow), call(*wide).float(), atol=1e-5, rtol=1e-5)
-    names = {x.backend.name for x in attention._prepared._cache.values()}
+    names = {x.backend.name for x in attention._prepared.cache.values()}
     assert names == {"cpu", "triton"}
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*wide), call(*wide))

@@ -42,7 +42,7 @@ def on(device, step):
 
 def chunked_of(attention: attndsl.Attention) -> list[chunks.Chunked | None]:
     """What runs the chunks of each signature that a program has served."""
-    return [prepared.chunked for prepared in attention._steps.values()]
+    return [prepared.chunked for prepared in attention._prepared.cache.values()]
 
 
 def close(found, wanted, tolerance=1e-5):

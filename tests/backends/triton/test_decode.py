@@ -422,7 +422,7 @@ def test_entries_with_wrong_numbers_of_keys_are_nan(device, text, ran, monkeypat
 
 def test_numbers_are_looked_at_where_gradients_or_transforms_may_follow(monkeypatch):
     """Those make no results NaN. Here calls on CPUs do as calls on GPUs do."""
-    monkeypatch.setattr("attndsl.attention._marks_entries", lambda *given: True)
+    monkeypatch.setattr("attndsl.call.prepared._marks_entries", lambda *given: True)
     q, k, v, lengths = ragged_call("cpu", [50, KEYS + 1])
     attention = attndsl.compile("causal()", backend="decode")
 

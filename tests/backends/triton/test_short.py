@@ -39,13 +39,13 @@ def ran(monkeypatch):
     """The tasks that the family has run."""
     found = []
     for task in (Task.FORWARD, Task.BACKWARD):
-        real = getattr(Short, task.value)
+        real = getattr(Short, task.name)
 
         def seen(self, *args, real=real, task=task):
             found.append(task)
             return real(self, *args)
 
-        monkeypatch.setattr(Short, task.value, seen)
+        monkeypatch.setattr(Short, task.name, seen)
     return found
 
 
