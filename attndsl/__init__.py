@@ -11,25 +11,25 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from attndsl import fingerprint as _fingerprint  # noqa: F401  First: it notes what is imported.
-from attndsl.after_torch import register_operators
-from attndsl.uncollected import uncollected
+from attndsl.foundation import fingerprint as _fingerprint  # noqa: F401  First: it notes what is imported.
+from attndsl.foundation.gc_pause import gc_paused
+from attndsl.foundation.torch_import_hook import register_operators
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from attndsl import compat, errors, flex, hf, layout, nn, parallel  # noqa: F401
     from attndsl.api import Attention, compile, load, verify  # noqa: A004
-    from attndsl.comparing import compare
+    from attndsl.call.backward_call import Gradients
+    from attndsl.call.lse_merge import merge
     from attndsl.errors import AttnDSLError
     from attndsl.flex.tracing import trace
     from attndsl.frontend.declare import tensor
-    from attndsl.joining import join
-    from attndsl.merging import merge
-    from attndsl.runtime.backward import Gradients
-    from attndsl.runtime.paged import PagedCache
-    from attndsl.runtime.plans import ServingPlan
-    from attndsl.tilemap import TileMap
+    from attndsl.inspection.reference_check import compare
+    from attndsl.inspection.tilemap import TileMap
+    from attndsl.program_join import join
+    from attndsl.serving.paged import PagedCache
+    from attndsl.serving.serving_plan import ServingPlan
     from attndsl.torch_api.sdpa import scaled_dot_product_attention
 
 __version__ = "0.2.0"
@@ -42,16 +42,16 @@ __all__ = [
 _HOMES = {
     "Attention": "attndsl.api",
     "AttnDSLError": "attndsl.errors",
-    "Gradients": "attndsl.runtime.backward",
-    "compare": "attndsl.comparing",
+    "Gradients": "attndsl.call.backward_call",
+    "compare": "attndsl.inspection.reference_check",
     "compile": "attndsl.api",
-    "join": "attndsl.joining",
+    "join": "attndsl.program_join",
     "load": "attndsl.api",
     "load_ipython_extension": "attndsl.notebook",
-    "merge": "attndsl.merging",
-    "PagedCache": "attndsl.runtime.paged",
-    "ServingPlan": "attndsl.runtime.plans",
-    "TileMap": "attndsl.tilemap",
+    "merge": "attndsl.call.lse_merge",
+    "PagedCache": "attndsl.serving.paged",
+    "ServingPlan": "attndsl.serving.serving_plan",
+    "TileMap": "attndsl.inspection.tilemap",
     "scaled_dot_product_attention": "attndsl.torch_api.sdpa",
     "tensor": "attndsl.frontend.declare",
     "trace": "attndsl.flex.tracing",
@@ -79,7 +79,7 @@ if not TYPE_CHECKING:
 def _home(name: str) -> ModuleType:
     if name in sys.modules:
         return import_module(name)
-    with uncollected():
+    with gc_paused():
         return import_module(name)
 
 
@@ -88,5 +88,5 @@ def __dir__() -> list[str]:
 
 
 if os.environ.get("ATTNDSL_LOG"):
-    import_module("attndsl.logs").set_up()
+    import_module("attndsl.foundation.logs").set_up()
 register_operators()

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.attention import Attention
+from attndsl.building.warmup import warm_up_programs
+from attndsl.call.argument_checks import joined
+from attndsl.call.call_slice import sizes_of_whole
+from attndsl.call.call_warnings import tell
+from attndsl.call.dispatch import check_backend_name
+from attndsl.call.meta_call import AskedSizes
 from attndsl.call.options import Location
+from attndsl.call.sub_calls import localised
 from attndsl.config import read_config
 from attndsl.errors import (
     ArgumentError,
@@ -21,20 +28,13 @@ from attndsl.errors import (
     UnsupportedError,
     flatten,
 )
+from attndsl.foundation.scalars import as_number
 from attndsl.frontend.declare import Absent, Bound, ParamSpec, TensorSpec
-from attndsl.frontend.imports import expand
-from attndsl.runtime.arguments import joined
-from attndsl.runtime.dispatch import check_backend_name
-from attndsl.runtime.doubts import tell
-from attndsl.runtime.lengths import AskedSizes
-from attndsl.runtime.location import sizes_of_whole
-from attndsl.runtime.parts import localised
-from attndsl.runtime.programs import lowered_at, make_spec, warnings_at
-from attndsl.runtime.tiles import Verification, verify_call
-from attndsl.scalars import as_number
+from attndsl.frontend.program_imports import expand
+from attndsl.inspection.tile_search import Verification, verify_call
+from attndsl.runtime.program_store import lowered_at, make_spec, warnings_at
 from attndsl.settings import read_settings
 from attndsl.source import NAME_LENGTH, Source, shorten
-from attndsl.warming import warm_up_programs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,7 +159,7 @@ def _compiled_in_graph(arguments: dict[str, Any]) -> Attention:
     Raises:
         UnsupportedError: A tensor is among them.
     """
-    from attndsl.runtime.graph import KEPT, constant, keep  # Imports torch.compile.
+    from attndsl.call.compile_graphs import KEPT, constant, keep  # Imports torch.compile.
 
     constants = dict(arguments)
     for argument in ("names", "params", "tensors"):

@@ -7,46 +7,46 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from attndsl.analysis import Analysis
-from attndsl.backends.generated.families import GENERATED
-from attndsl.call.binding import bound, dispatched
+from attndsl.backends.engine.families import GENERATED
+from attndsl.call.argument_checks import is_deterministic
+from attndsl.call.argument_type_errors import refuse_call
+from attndsl.call.attention_base import MAX_VARIANTS, TracedPrograms
+from attndsl.call.call_slice import plain_int
+from attndsl.call.distributed_checks import is_dtensor
+from attndsl.call.dynamo_call import InGraphs
+from attndsl.call.optional_captures import optional_names, sizes_of_operands
 from attndsl.call.options import call_signature, options_in
 from attndsl.call.prepared import PreparedCalls, check_has_lse
+from attndsl.call.profiling import tell_name
+from attndsl.call.resolve import bound, dispatched
 from attndsl.call.signature import PLAIN_TENSORS, facts_of
-from attndsl.compiled import MAX_VARIANTS, Traced
+from attndsl.call.value_checks import params_of_dims
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.foundation.caches import BoundedCache
-from attndsl.in_graphs import InGraphs
-from attndsl.introspection import Introspection
-from attndsl.refusals import refuse_call
-from attndsl.runtime.arguments import is_deterministic
-from attndsl.runtime.distributed import is_dtensor
-from attndsl.runtime.location import plain_int
-from attndsl.runtime.profiling import tell_name
-from attndsl.runtime.programs import (
+from attndsl.inspection.analysis import Analysis
+from attndsl.inspection.call_inputs import Introspection
+from attndsl.inspection.dense_views import DenseViews
+from attndsl.runtime.kernel_source import source_of
+from attndsl.runtime.program_store import (
     lowered_program,
     pointing_into,
     spec_without_sink,
     written_as,
 )
-from attndsl.runtime.sources import source_of
-from attndsl.runtime.steps import speaks_of_tokens
 from attndsl.runtime.tuning import Tuning, tune
-from attndsl.runtime.values import params_of_dims
-from attndsl.runtime.variants import optional_names, sizes_of_operands
-from attndsl.serving import Serving
-from attndsl.views import Views
+from attndsl.serving.serve_cache import speaks_of_tokens
+from attndsl.serving.serve_call import Serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attndsl.backends.base import Scalar
-    from attndsl.compiled import Captures
+    from attndsl.call.attention_base import Captures
+    from attndsl.inspection.tilemap import TileMap
     from attndsl.source import Source
-    from attndsl.tilemap import TileMap
 
 
-class Attention(InGraphs, Analysis, Views, Introspection, Serving):
+class Attention(InGraphs, Analysis, DenseViews, Introspection, Serving):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
@@ -74,7 +74,7 @@ class Attention(InGraphs, Analysis, Views, Introspection, Serving):
         self._optional = optional_names(program)
         self._names = frozenset(x.name for x in program.captures())
         self._variants = BoundedCache("programs of calls by absent captures", MAX_VARIANTS)
-        self._traced = Traced()
+        self._traced = TracedPrograms()
         self._by_token = speaks_of_tokens(program)
         self._prepared = PreparedCalls(facts_of(program, backend, checked, warns))
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl.foundation.caches import memoised
-from attndsl.scalars import number_key
+from attndsl.foundation.scalars import number_key
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from attndsl.call.argument_checks import autocast_dtype
+from attndsl.call.dropout_seed import draw_seed
 from attndsl.errors import (
     ArgumentError,
     DeviceError,
@@ -14,12 +16,10 @@ from attndsl.errors import (
     ShapeError,
     UnsupportedError,
 )
-from attndsl.runtime.arguments import autocast_dtype
-from attndsl.runtime.seed import draw_seed
-from attndsl.torch_api.call import Capture, attend
-from attndsl.torch_api.masks import capture_mask
+from attndsl.torch_api.attention_weights import dense_weights
+from attndsl.torch_api.mask_captures import capture_mask
 from attndsl.torch_api.sdpa import scaled_dot_product_attention
-from attndsl.torch_api.weights import dense_weights
+from attndsl.torch_api.sdpa_call import MaskCapture, attend
 
 __all__ = ["MultiheadAttention"]
 
@@ -274,7 +274,7 @@ def _captures(
     full: tuple[int, int, int, int],
     extra: int,
     device: torch.device,
-) -> list[Capture]:
+) -> list[MaskCapture]:
     """The masks there are, each by itself.
 
     Args:

@@ -22,11 +22,11 @@ from attndsl.ir import Op
 from attndsl.passes.broadcast import with_ones
 from attndsl.passes.differentiate import differentiate
 from attndsl.passes.lowered import Lowered, contractions_of
-from attndsl.passes.place import place
 from attndsl.passes.signs import with_known_signs
 from attndsl.passes.simplify import simplify, simplify_derivative, simplify_node
 from attndsl.passes.split_mask import split_mask
-from attndsl.passes.tiles.extent import verdict
+from attndsl.passes.split_score import place
+from attndsl.passes.tiles.constant_mask import verdict
 from attndsl.passes.tiles.sparsity import analyse
 from attndsl.passes.tokens import expanded, mentions_tokens, without_tokens
 from attndsl.serialise import digest
@@ -216,7 +216,7 @@ def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:
     """
     from attndsl.frontend.surface import shown
     from attndsl.passes.print_ir import print_derivative, print_program
-    from attndsl.passes.tiles.describe import print_tiles
+    from attndsl.passes.tiles.plan_text import print_tiles
 
     tree = parsed(source)
     program = read(tree, declared)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl, node, toposort
 from attndsl.passes.differentiate import Derivative, ParamGradient, ProductGradient, TensorGradient
 from attndsl.passes.lowered import Lowered, contractions_of
-from attndsl.passes.place import place
+from attndsl.passes.split_score import place
 from attndsl.passes.tiles.sparsity import analyse
 from attndsl.source import Source, Span
 

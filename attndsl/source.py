@@ -13,7 +13,7 @@ _FILES = frozenset({".attn", ".yaml", ".yml", ".toml", ".json", ".py"})
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A part of a text that stands in another text too: there it was written."""
 
     start: int
@@ -44,7 +44,7 @@ class Source:
 
     file: str | None = None
     """Path of the file that holds the text, which may import others beside that file."""
-    pieces: tuple[Piece, ...] = field(default=(), repr=False)
+    pieces: tuple[TextPiece, ...] = field(default=(), repr=False)
     """Of a text with imports: where each part of it was written."""
 
     def line(self, number: int) -> str:

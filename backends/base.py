@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from .requests import ChunkResults, Packed, Pages
+    from .paged_requests import ChunkResults, Packed, Pages
 
 Scalar = bool | int | float
 
@@ -37,7 +37,7 @@ class TileKinds:
 class Part:
     """Place of a call within the larger call that it is a part of.
 
-    No backend gets one: :func:`attndsl.runtime.parts.localised` says it in the program's terms.
+    No backend gets one: :func:`attndsl.call.sub_calls.localised` says it in the program's terms.
     """
 
     b_offset: int = 0
@@ -54,7 +54,7 @@ class Part:
     kv_lengths: torch.Tensor | None = None
     """(B,) int: number of keys of each batch entry; ``kv_len`` is the number of rows of k."""
     packed: Packed | None = None
-    """Of requests that are served together; see :mod:`attndsl.runtime.packed`."""
+    """Of requests that are served together; see :mod:`attndsl.serving.ragged_batch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Call(NamedTuple):
     sizes: Mapping[str, int]
     """Every name of ``ir.SIZES`` and ``Program.dim_names()``. Backends find the sizes of q and k
     under the former; where these are a part of a larger call, its sizes have names of the latter
-    kind (:mod:`attndsl.passes.localise`)."""
+    kind (:mod:`attndsl.passes.sub_program`)."""
     tensors: Mapping[str, torch.Tensor] = NONE
     """One per ``Program.tensors``, in that order; shape checked, any strides."""
     params: Mapping[str, Scalar | torch.Tensor] = NONE
@@ -318,7 +318,7 @@ class StoredDS:
     have is nothing, and their gradients are zeros."""
 
 
-class Gradients(NamedTuple):
+class CallGradients(NamedTuple):
     """Gradients, of the shape and dtype of what they are gradients of; None where not wanted.
 
     Those of q, k and v have their memory order too (see :mod:`.memory_order`), and are in fp32
@@ -336,7 +336,7 @@ class Gradients(NamedTuple):
 
     def plus(
         self, tensors: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor] = NONE
-    ) -> Gradients:
+    ) -> CallGradients:
         """These gradients and further ones, added where both are of the same capture."""
         whole = [dict(self.tensors), dict(self.params)]
         for found, more in zip(whole, (tensors, params), strict=True):
@@ -372,7 +372,7 @@ UNWRITTEN = Written()
 
 BoundForward = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 """Of q, k, v and captures, output and log-sum-exp."""
-BoundBackward = Callable[[Sequence[torch.Tensor], Backward], Gradients]
+BoundBackward = Callable[[Sequence[torch.Tensor], Backward], CallGradients]
 
 
 class Backend(Protocol):
@@ -416,7 +416,7 @@ class Backend(Protocol):
             :mod:`.log_sum`), -inf for rows with no live pair. Neither is a view.
         """
 
-    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients:
         """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
 
     def bound_forward(self, lowered: Lowered, call: Call) -> BoundForward:

@@ -17,7 +17,7 @@ FAR = 1024.0
 """Up to this size, one number of fp32 is exact enough: weights are off by 2 ** -14 of them."""
 
 
-class LogSum(NamedTuple):
+class LogSumParts(NamedTuple):
     """The two parts of rows' log-sum-exps, of the same shape."""
 
     shift: torch.Tensor
@@ -53,7 +53,7 @@ class LogSum(NamedTuple):
             torch.where(whole.isfinite(), self.rest + lost, self.rest),
         ))  # fmt: skip
 
-    def merged(self, other: LogSum) -> tuple[LogSum, torch.Tensor, torch.Tensor]:
+    def merged(self, other: LogSumParts) -> tuple[LogSumParts, torch.Tensor, torch.Tensor]:
         """Log-sums over the keys of both, and the shares of the keys of each (arXiv 1805.02867)."""
         shift = torch.maximum(self.shift, other.shift)
         top = shift.clamp_min(torch.finfo(shift.dtype).min)  # exp(-inf - top) is 0.
@@ -61,12 +61,12 @@ class LogSum(NamedTuple):
         others = torch.exp((other.shift - top) + other.rest)
         total = own + others
         total = torch.where(total == 0.0, 1.0, total)
-        return LogSum(shift, torch.log(total)), own / total, others / total
+        return LogSumParts(shift, torch.log(total)), own / total, others / total
 
 
-def log_sum(lse: torch.Tensor) -> LogSum:
+def log_sum(lse: torch.Tensor) -> LogSumParts:
     """The parts of ``lse`` (2, ...), each with a last dim of 1 more."""
-    return LogSum(*lse.unsqueeze(-1))
+    return LogSumParts(*lse.unsqueeze(-1))
 
 
 def settled(lse: torch.Tensor) -> torch.Tensor:

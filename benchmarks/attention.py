@@ -201,7 +201,10 @@ class Bench:
     def _attndsl(self, case: str) -> Callable[[], Any]:
         import torch
 
-        from attndsl.runtime.dispatch import choose_backend
+        try:
+            from attndsl.call.dispatch import choose_backend
+        except ModuleNotFoundError:  # Of trees from before the modules had these names.
+            from attndsl.runtime.dispatch import choose_backend
 
         self._backend = choose_backend("auto", torch.device("cuda"), False, torch.bfloat16)[0].name
         return self._program(case, "auto")

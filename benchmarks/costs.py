@@ -11,7 +11,7 @@ The model of a time is
 ``FULL pairs`` and ``PARTIAL pairs`` are those of the tiles of 128 x 128 that the mask leaves. A
 multiprocessor of an H100 does 4096 dense bf16 operations of products, 16 exponentials and 128 other
 instructions a clock (NVIDIA, "H100 Tensor Core GPU architecture", 2022, and the CUDA programming
-guide's table of throughputs). ``program`` is the estimate of ``backends/kernels/pair_work.py``,
+guide's table of throughputs). ``program`` is the estimate of ``backends/kernels/cost_model.py``,
 counted in PTX. ``lost`` is what the program ``full`` takes in the same run over what the model
 says, once for each direction. So a ratio compares a program with ``full``, and ``full`` has 1.
 
@@ -128,7 +128,7 @@ def made(case: Case, device: Device) -> Made:
     from kernel_calls import options_of
 
     import attndsl
-    from attndsl.made_up import make_captures
+    from attndsl.inspection.example_captures import make_captures
 
     generator = torch.Generator().manual_seed(0)
     dim = HEAD_DIM - case.sizes.get("less", 0)
@@ -220,9 +220,9 @@ def instructions_of(found: Made, direction: str) -> tuple[int, int]:
 
     from attndsl.backends.base import Wants
     from attndsl.backends.emit.facts import facts_of, with_forms, with_gradients
+    from attndsl.backends.kernels.cost_model import instructions, work_of_pair
     from attndsl.backends.kernels.example import example_call
-    from attndsl.backends.kernels.machine import parse_target
-    from attndsl.backends.kernels.pair_work import instructions, work_of_pair
+    from attndsl.backends.kernels.target import parse_target
 
     lowered = found.attention.lowered
     program = lowered.program
@@ -319,7 +319,7 @@ def warm(names: Sequence[str], tiny: bool) -> None:
     """Compile the kernels of cases side by side, in this process; errors are the cells' to say."""
     import torch
 
-    from attndsl.warming import warm_up
+    from attndsl.building.warmup import warm_up
 
     device = device_of(tiny)
 

@@ -55,7 +55,7 @@ class Case:
         import torch
 
         import attndsl
-        from attndsl.made_up import make_for_picture
+        from attndsl.inspection.example_captures import make_for_picture
 
         torch.manual_seed(0)
         self.attention = attndsl.compile(entry.text)

@@ -157,7 +157,7 @@ class Bench:
 @contextmanager
 def making_anew() -> Iterator[None]:
     """Each call within makes its own lists."""
-    from attndsl.backends.kernels.kept_lists import KeptLists
+    from attndsl.backends.kernels.tile_list_cache import KeptLists
 
     usual = KeptLists.of
     KeptLists.of = lambda self, place, tensors, device, make: self.anew(make)  # type: ignore[method-assign]
@@ -218,7 +218,7 @@ def made_by(run: turns.Run, sizes: Sizes) -> int:
     """How many lists a call makes, once it has been made."""
     import torch
 
-    from attndsl.runtime.dispatch import choose_backend
+    from attndsl.call.dispatch import choose_backend
 
     kind = torch.bfloat16 if sizes.device == "cuda" else torch.float32
     backend, _ = choose_backend(sizes.backend, torch.device(sizes.device), False, kind)

@@ -50,9 +50,9 @@ from scaling_told import merged, table_of_measured
 
 import attndsl
 from attndsl.parallel import Machine, Shape
-from attndsl.parallel.costs import costs_of
-from attndsl.parallel.demands import demand_from
-from attndsl.parallel.layouts import choose_layout, chunk_size, fetched_by, load_of
+from attndsl.parallel.plan_costs import costs_of
+from attndsl.parallel.row_layouts import choose_layout, chunk_size, fetched_by, load_of
+from attndsl.parallel.workload import demand_from
 
 from common import RESULTS, machine, put_results, versions
 
@@ -172,7 +172,8 @@ def plans(
     the processor, the least of ``repeats``: the first one of a program also finds its closed form,
     which later plans have.
     """
-    from attndsl.parallel.planning import Asked, plan_call, sight_key, sight_of, weighed
+    from attndsl.parallel.cp_plan import CallShape as Asked
+    from attndsl.parallel.cp_plan import plan_call, sight_key, sight_of, weighed
 
     rows = []
     shape, speeds = Shape(1, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM), Machine()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attndsl.runtime.reach import Reach
+from attndsl.inspection.key_ranges import Reach
 
 TILE = 128
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128

@@ -20,11 +20,11 @@ from scaling_programs import (
 
 import attndsl
 from attndsl.parallel import Machine, Shape
-from attndsl.parallel.costs import costs_of
-from attndsl.parallel.demands import demand_from
-from attndsl.parallel.layouts import choose_layout, chunk_size
-from attndsl.parallel.planning import Asked, plan_call, sight_of, weighed
-from attndsl.parallel.routes import figures_of
+from attndsl.parallel.comm_plan import figures_of
+from attndsl.parallel.cp_plan import CallShape, plan_call, sight_of, weighed
+from attndsl.parallel.plan_costs import costs_of
+from attndsl.parallel.row_layouts import choose_layout, chunk_size
+from attndsl.parallel.workload import demand_from
 
 BACKWARD = 2.5
 """Operations of a backward for each of a forward."""
@@ -58,7 +58,7 @@ def prediction(row: dict[str, Any]) -> dict[str, Any]:
     layout = choose_layout(
         held[1] if held else "auto", length, ranks, [weighed(sight, shape, plans)]
     )
-    asked = Asked(shape, "auto", False)
+    asked = CallShape(shape, "auto", False)
     group = plan_call(attention, layout, 0, captures, asked, plans, sight).figures.group
     costs = costs_of(speeds, shape)
     own = _reach(attention, name, tokens, heads)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Call
-from attndsl.passes.tiles.plan import DIRECTIONS
-from attndsl.passes.tiles.segments import closed_segments
+from attndsl.passes.tiles.closed_form import closed_segments
+from attndsl.passes.tiles.tile_plan import DIRECTIONS
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
@@ -89,7 +89,7 @@ def documents(length: int, device: str) -> dict[str, Any]:
     from attndsl.backends.kernels.modules import Modules
     from attndsl.backends.kernels.tile_lists import list_arguments
     from attndsl.backends.triton.kernels import KERNELS
-    from attndsl.runtime.programs import default_cache
+    from attndsl.runtime.program_store import default_cache
 
     lowered = lower(Source(DOCUMENTS), {})
     ids = (torch.arange(length, device=device) // DOCUMENT).to(torch.int32)

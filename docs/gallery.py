@@ -20,8 +20,8 @@ import torch
 
 import attndsl
 from attndsl.frontend.format import format_source
-from attndsl.made_up import make_for_picture
-from attndsl.passes.tiles.plan import FULL, PARTIAL
+from attndsl.inspection.example_captures import make_for_picture
+from attndsl.passes.tiles.tile_plan import FULL, PARTIAL
 from attndsl.picture import PictureData, picture_data, svg
 from attndsl.play.examples import examples as of_play
 

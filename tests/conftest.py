@@ -26,9 +26,9 @@ import pytest
 from support.interpreter import hasten
 
 import attndsl
-from attndsl.comparing import Case
 from attndsl.foundation.caches import CACHES, Reason
-from attndsl.tolerance import largest_allowed, spreads_of
+from attndsl.inspection.reference_check import Case
+from attndsl.inspection.tolerance import largest_allowed, spreads_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -503,8 +503,8 @@ def quickest() -> Callable[[Callable[[], object]], float]:
 @pytest.fixture
 def counted(tmp_path: Any) -> Any:
     """A Triton backend of its own, whose ``kernels_built`` starts at 0 and finds no cache."""
-    from attndsl.backends.entries import Entry
-    from attndsl.backends.generated.backend import generated_backend
+    from attndsl.backends.cache_entries import Entry
+    from attndsl.backends.engine.backend import generated_backend
 
     class Folder:
         """A store in a folder."""
@@ -523,7 +523,7 @@ def counted(tmp_path: Any) -> Any:
 @pytest.fixture
 def without_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """As if Triton lacked Gluon; gives the module that cannot be imported then."""
-    from attndsl.backends.generated.families import families_of, why_not_loaded
+    from attndsl.backends.engine.families import families_of, why_not_loaded
 
     def forget() -> None:
         families_of.cache_clear()

@@ -16,11 +16,11 @@ import torch
 
 import attndsl
 from attndsl import errors
-from attndsl.backends.generated.families import HOPPER
+from attndsl.backends.engine.families import HOPPER
+from attndsl.call import dispatch
+from attndsl.call.op_encoding import heading
 from attndsl.config import read_config
-from attndsl.operands import heading
-from attndsl.runtime import dispatch
-from attndsl.runtime.programs import lowered_program
+from attndsl.runtime.program_store import lowered_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ from support.scripts import loader
 
 import attndsl
 from attndsl.backends.tiled.contractions import why_tiles
-from attndsl.compiled import located_call
+from attndsl.call.attention_base import located_call
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -786,8 +786,8 @@ def test_what_tuned_rows_say(script):
 
 
 def test_each_tuned_row_starts_with_what_the_tables_choose(script, monkeypatch):
-    from attndsl.runtime.dispatch import get_backend
-    from attndsl.runtime.programs import default_cache
+    from attndsl.call.dispatch import get_backend
+    from attndsl.runtime.program_store import default_cache
 
     monkeypatch.setenv("ATTNDSL_CACHE_DIR", "a name that is not used")
     short = script("short_tune")

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from attndsl import cli
-from attndsl.cli import arguments, running
+from attndsl.call.dispatch import BACKENDS
+from attndsl.cli import run_command
+from attndsl.cli import shared_options as arguments
 from attndsl.errors import ConfigError
 from attndsl.foundation.caches import CACHES, CacheStatistics, Reason
-from attndsl.runtime.cache import KernelCache
-from attndsl.runtime.dispatch import BACKENDS
-from attndsl.runtime.programs import compiled_program
+from attndsl.runtime.disk_cache import KernelCache
+from attndsl.runtime.program_store import compiled_program
 from attndsl.settings import read_settings
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +30,7 @@ BAD = "mask = causl() and q - kv < 8\nscore = score + missing\n"
 def attndsl(monkeypatch, capsys, tmp_path):
     """``attndsl(*arguments, stdin=...)``: exit code, stdout, stderr; run in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(running, "_CPU_SECONDS", 0.05)  # Nobody reads the times.
+    monkeypatch.setattr(run_command, "_CPU_SECONDS", 0.05)  # Nobody reads the times.
 
     def call(*arguments, stdin=None):
         monkeypatch.setattr(sys, "argv", ["attndsl", *map(str, arguments)])
@@ -385,7 +386,7 @@ def test_run_holds_gradients_of_captures_to_the_reference(attndsl, write, monkey
     assert list(checks) == ["out", "dq", "dk", "dv", "ds", "dgain", "dnear", "dp", "dcap"]
     assert all(each["ok"] for each in checks.values())
     assert checks["dnear"]["allowed"] < 1e-5  # It is 0: the mask alone reads it.
-    right = running.results
+    right = run_command.results
     for name in ("ds", "dgain", "dp", "dcap"):
 
         def wrong(attention, case, name=name):
@@ -393,7 +394,7 @@ def test_run_holds_gradients_of_captures_to_the_reference(attndsl, write, monkey
             found[name] = found[name] * 1.01
             return found
 
-        monkeypatch.setattr(running, "results", wrong)
+        monkeypatch.setattr(run_command, "results", wrong)
         code, out, _ = attndsl(*arguments)
         assert code == 1
         failed = [each["name"] for each in json.loads(out)["checks"] if not each["ok"]]
@@ -423,12 +424,12 @@ def test_run_can_leave_the_check_out(attndsl, write):
 
 
 def test_run_fails_when_the_result_is_wrong(attndsl, write, monkeypatch):
-    right = running.results
+    right = run_command.results
 
     def wrong(attention, case):
         return {"out": right(attention, case)["out"] * 1.01}
 
-    monkeypatch.setattr(running, "results", wrong)
+    monkeypatch.setattr(run_command, "results", wrong)
     code, out, _ = attndsl("run", write("a.attn", GOOD), "--q-len", 16)
     assert code == 1
     assert "FAILED" in out
@@ -619,7 +620,7 @@ def test_shells_complete_words(words, completed):
 
 def test_completed_backends_are_all_there_are():
     assert set(arguments.BACKENDS) == {"auto", *BACKENDS}
-    assert tuple(running.DTYPES) == arguments.DTYPES
+    assert tuple(run_command.DTYPES) == arguments.DTYPES
 
 
 _MAIN = [sys.executable, "-c", "from attndsl.cli import main; main()"]
@@ -683,7 +684,7 @@ def test_explain_of_a_gpu_that_is_not_there(attndsl, write, backend):
 
 
 def test_rates_count_two_products_of_a_forward_and_five_of_a_backward():
-    shapes = running.Shapes(2, 3, 3, 5, 7, 11, 13, "fp32", "cpu")
+    shapes = run_command.Shapes(2, 3, 3, 5, 7, 11, 13, "fp32", "cpu")
     pairs = 2 * 3 * 5 * 7
-    assert running._flops(shapes, "forward") == 2 * pairs * (11 + 13)
-    assert running._flops(shapes, "backward") == 2 * pairs * (3 * 11 + 2 * 13)
+    assert run_command._flops(shapes, "forward") == 2 * pairs * (11 + 13)
+    assert run_command._flops(shapes, "backward") == 2 * pairs * (3 * 11 + 2 * 13)

@@ -16,11 +16,12 @@ import yaml
 from layers import LAYERS
 from support.fork_server import path_with_command
 
-from attndsl import config, errors, reading
+from attndsl import config, errors
 from attndsl.config import read_config
 from attndsl.errors import AttnDSLError
+from attndsl.foundation import bounded_io
+from attndsl.frontend.builtin_functions import FLOAT_FUNCTIONS, NAMES
 from attndsl.frontend.format import format_source
-from attndsl.frontend.functions import FLOAT_FUNCTIONS, NAMES
 from attndsl.frontend.prelude import prelude_names
 from attndsl.pipeline import check
 from attndsl.source import Source
@@ -194,7 +195,7 @@ def test_the_limits_of_configurations_are_those_of_the_code():
     text = (ROOT / "docs" / "configuration.md").read_text("utf-8").partition("## Limits")[2]
     numbers = [int(number) for number in re.findall(r"\d+", text.partition("\n## ")[0])]
     assert numbers == [
-        reading.MAX_TEXT >> 20, config.MAX_DEPTH, config.MAX_NODES, config.MAX_ENTRIES,
+        bounded_io.MAX_TEXT >> 20, config.MAX_DEPTH, config.MAX_NODES, config.MAX_ENTRIES,
         config.MAX_KEYS, config.MAX_DESCRIPTION,
     ]  # fmt: skip
 

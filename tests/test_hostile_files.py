@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import attndsl
-from attndsl import AttnDSLError, cli, config, reading
+from attndsl import AttnDSLError, cli, config
 from attndsl.config import read_config
-from attndsl.config.files import _TOML_TOKENS, check_nesting
+from attndsl.config.json_toml import _TOML_TOKENS, check_nesting
 from attndsl.errors import ConfigError, visible
+from attndsl.foundation import bounded_io
 
 SECONDS = 1.0
 NAMED = {
@@ -134,12 +135,12 @@ def test_only_files_and_pipes_with_writers_are_read(tmp_path, check, suffix):
     assert "is an empty pipe that nobody writes to" in check(pipe)[1]
     assert time.perf_counter() - begin < 10 * SECONDS
     large = tmp_path / f"large.{suffix}"
-    large.write_bytes(b" " * (reading.MAX_TEXT + 1))
+    large.write_bytes(b" " * (bounded_io.MAX_TEXT + 1))
     assert "is larger than 1048576 bytes" in check(large)[1]
     with pytest.raises(ConfigError, match="is a folder"):
-        reading.read_text(tmp_path)
+        bounded_io.read_text(tmp_path)
     with pytest.raises(ConfigError, match="embedded null byte"):
-        reading.read_text("a\0b")
+        bounded_io.read_text("a\0b")
 
 
 @pytest.mark.parametrize(
@@ -203,8 +204,8 @@ def test_params_have_values_that_a_literal_could_have(tmp_path, check, value):
     "given", ["n=1e999", "n=nan", "n=2.5", "n=true", "n=-1", "n=" + "9" * 5000]
 )
 def test_sizes_on_the_command_line_are_whole_numbers(given):
-    from attndsl.cli.inputs import read_sizes
-    from attndsl.cli.usage import UsageError
+    from attndsl.cli.program_inputs import read_sizes
+    from attndsl.cli.usage_errors import UsageError
 
     with pytest.raises(UsageError) as caught:
         read_sizes([given])

@@ -202,7 +202,7 @@ def test_templates_are_put_together_of_others():
     sources = {
         "backends/hopper/templates/forward.py": "# :func:`load`, :func:`factor`, :func:`gone`\n",
         "backends/hopper/templates/produce.py": "def load(): ...\n",
-        "backends/hopper/functions.py": 'NAMES = ("factor",)\n',
+        "backends/hopper/program_functions.py": 'NAMES = ("factor",)\n',
     }
     assert [each.target for each in dangling(sources, ())] == ["gone"]
 
@@ -257,7 +257,7 @@ def test_all_figures_of_a_small_tree():
 
 def test_public_signatures_are_those_of_the_test_of_limits():
     text = (ROOT / "tests/test_limits.py").read_text("utf-8")
-    assert "attndsl/comparing.py:compare" in house.public_signatures(text)
+    assert "attndsl/inspection/reference_check.py:compare" in house.public_signatures(text)
     assert house.public_signatures("") == frozenset()
 
 

@@ -13,8 +13,7 @@ WITHOUT_TORCH = {
     "errors",
     "source",
     "settings",
-    "after_torch",
-    "reading",
+    "foundation",
     "ir",
     "frontend",
     "passes",
@@ -147,8 +146,8 @@ def test_mapped_folders_import_relatively(folder):
     [
         ("import attndsl, attndsl.errors, attndsl.source, attndsl.settings, attndsl.ir", set()),
         ("import attndsl.frontend, attndsl.pipeline, attndsl.serialise", set()),
-        ("import attndsl.cli, attndsl.cli.inputs, attndsl.config", set()),
-        ("import attndsl.cli.caching", set()),
+        ("import attndsl.cli, attndsl.cli.program_inputs, attndsl.config", set()),
+        ("import attndsl.cli.cache_command", set()),
         (
             "from attndsl.pipeline import lower\n"
             "from attndsl.source import Source\n"

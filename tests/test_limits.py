@@ -14,19 +14,19 @@ MOST_DEVICE_PARAMETERS = 12
 
 LONG_FUNCTIONS = {}
 MANY_PARAMETERS = {
-    "attndsl/cli/plotting.py:plot": 10,
-    "attndsl/cli/running.py:run": 10,
+    "attndsl/cli/plot_command.py:plot": 10,
+    "attndsl/cli/run_command.py:run": 10,
     "attndsl/flex/block_mask.py:_create": 9,
     "attndsl/picture/data.py:picture_data": 16,
 }
 PUBLIC = {
-    "attndsl/analysis.py:Analysis.tiles",
-    "attndsl/analysis.py:Analysis.explain",
-    "attndsl/analysis.py:Analysis.reach",
-    "attndsl/analysis.py:Analysis.plot",
-    "attndsl/analysis.py:Analysis.call_of_lengths",
+    "attndsl/inspection/analysis.py:Analysis.tiles",
+    "attndsl/inspection/analysis.py:Analysis.explain",
+    "attndsl/inspection/analysis.py:Analysis.reach",
+    "attndsl/inspection/analysis.py:Analysis.plot",
+    "attndsl/inspection/analysis.py:Analysis.call_of_lengths",
     "attndsl/api.py:verify",
-    "attndsl/comparing.py:compare",
+    "attndsl/inspection/reference_check.py:compare",
     "attndsl/cli/__init__.py:build",
     "attndsl/cli/__init__.py:explain",
     "attndsl/cli/__init__.py:show",
@@ -36,12 +36,12 @@ PUBLIC = {
     "attndsl/compat/flash.py:flash_attn_func",
     "attndsl/compat/flash.py:flash_attn_varlen_func",
     "attndsl/compat/flash.py:flash_attn_with_kvcache",
-    "attndsl/compiled.py:Compiled.backward",
-    "attndsl/flex/attention.py:flex_attention",
+    "attndsl/call/attention_base.py:Compiled.backward",
+    "attndsl/flex/flex_call.py:flex_attention",
     "attndsl/flex/block_mask.py:create_block_mask",
-    "attndsl/serving.py:Serving.serve",
+    "attndsl/serving/serve_call.py:Serving.serve",
     "attndsl/nn.py:MultiheadAttention.__init__",
-    "attndsl/views.py:Views.mask",
+    "attndsl/inspection/dense_views.py:DenseViews.mask",
 }
 """Signatures that users write, where each parameter is an option of its own."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attndsl.fingerprint import source_fingerprint
+from attndsl.foundation.fingerprint import source_fingerprint
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -40,12 +40,12 @@ def _packages():
 
 IMPORTED_AS = {"PyYAML": "yaml"}
 OF_EXTRAS = {
-    "lsprotocol": "attndsl/editors/server.py",
-    "pygls": "attndsl/editors/server.py",
-    "starlette": "attndsl/play/server.py",
+    "lsprotocol": "attndsl/editors/language_server.py",
+    "pygls": "attndsl/editors/language_server.py",
+    "starlette": "attndsl/play/http_server.py",
     "torchtitan": "attndsl/torchtitan/",
     "transformers": "attndsl/hf/",
-    "uvicorn": "attndsl/play/server.py",
+    "uvicorn": "attndsl/play/http_server.py",
 }
 """Modules that only these files import as they are loaded."""
 BY_RICH = "pygments"
@@ -148,7 +148,7 @@ def test_the_installed_wheel_works_from_an_empty_folder(installed, tmp_path):
 
 
 def test_the_installed_text_has_the_digest_of_the_checkout(installed, tmp_path):
-    code = "from attndsl.fingerprint import source_fingerprint as f; print(f())"
+    code = "from attndsl.foundation.fingerprint import source_fingerprint as f; print(f())"
     done = _run(["-c", code], installed, tmp_path)
     # Bytecode, which importing leaves there, counts for nothing.
     again = _run(["-c", code], installed, tmp_path)

@@ -60,9 +60,9 @@ SOURCES = {
         "def host(a, b):\n    return a\n"
     ),
     "backends/base.py": "LOOPS = {**PLANS, 'tangent': 1, 'distances': 2}\nA = {'a': 1, 'b': 2}\n",
-    "attndsl/runtime/autograd.py": "def _restore(plain):\n    return Call(*plain)\n",
-    "attndsl/runtime/second.py": "def _call(plain):\n    return plain\n",
-    "attndsl/runtime/higher.py": (
+    "attndsl/call/autograd.py": "def _restore(plain):\n    return Call(*plain)\n",
+    "attndsl/call/double_backward.py": "def _call(plain):\n    return plain\n",
+    "attndsl/call/chunked_autograd.py": (
         "class Packed:\n    names: tuple = ('forward', 'backward')\n\n"
         "    def call(self):\n        return Call(*self.plain)\n"
     ),
@@ -90,7 +90,7 @@ def test_hooks_have_one_name_each():
 def test_tables_are_those_keyed_by_kernels():
     assert counts.kernel_tables(SOURCES) == [
         "backends/base.py:LOOPS",
-        "attndsl/runtime/higher.py:names",
+        "attndsl/call/chunked_autograd.py:names",
     ]
 
 
@@ -101,8 +101,8 @@ def test_comparisons_with_a_kernels_name():
 
 def test_a_way_to_unpack_a_call_makes_one():
     assert counts.unpackings(SOURCES) == [
-        "attndsl/runtime/autograd.py:_restore",
-        "attndsl/runtime/higher.py:Packed.call",
+        "attndsl/call/autograd.py:_restore",
+        "attndsl/call/chunked_autograd.py:Packed.call",
     ]
 
 
@@ -224,5 +224,5 @@ def test_ways_are_traced(name):
 def test_layers_name_each_module_once():
     names = [name for layer in LAYERS for name in layer]
     assert len(names) == len(set(names))
-    assert layer_of("attndsl.backends.base") < layer_of("attndsl.runtime.cache")
+    assert layer_of("attndsl.backends.base") < layer_of("attndsl.runtime.disk_cache")
     assert layer_of("attndsl.nothing_of_this_name") is None

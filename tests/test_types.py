@@ -16,8 +16,8 @@ from attndsl.flex import flex_attention
 
 PACKAGE = Path(attndsl.__file__).parent
 SHOWN = (
-    "__init__.py", "py.typed", "api.py", "attention.py", "errors.py", "merging.py",
-    "flex/__init__.py", "flex/attention.py", "torch_api/__init__.py", "torch_api/sdpa.py",
+    "__init__.py", "py.typed", "api.py", "attention.py", "errors.py", "call/lse_merge.py",
+    "flex/__init__.py", "flex/flex_call.py", "torch_api/__init__.py", "torch_api/sdpa.py",
 )  # fmt: skip
 """What mypy reads: it takes long with all of the package, and half a minute with torch."""
 TORCH = "class Tensor: ...\nclass dtype: ...\nclass device: ...\n"
@@ -36,7 +36,7 @@ REVEALED = {
     "attndsl.flex.flex_attention(q, q, q, return_lse=True)": PAIR,
     "attndsl.flex.flex_attention(q, q, q, return_aux=attndsl.flex.AuxRequest(lse=True))": (
         "tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, "
-        "fallback=attndsl.flex.attention.AuxOutput]]"
+        "fallback=attndsl.flex.flex_call.AuxOutput]]"
     ),
 }
 REFUSED = {

@@ -62,10 +62,10 @@ FIXED_ENTRIES = frozenset(
 )
 """Entries that lie outside templates, since their text is the same for all programs."""
 UNPACKINGS = (
-    ("attndsl/runtime/autograd.py", "_restore"),
-    ("attndsl/runtime/second.py", "_call"),
-    ("attndsl/runtime/higher.py", "Packed.call"),
-    ("attndsl/runtime/operator.py", "_call"),
+    ("attndsl/call/autograd.py", "_restore"),
+    ("attndsl/call/double_backward.py", "_call"),
+    ("attndsl/call/chunked_autograd.py", "Packed.call"),
+    ("attndsl/call/torch_ops_impl.py", "_call"),
     ("attndsl/call/prepared.py", "PreparedCall.call"),
 )
 """Functions that put a call together from what another one took apart: file and name."""

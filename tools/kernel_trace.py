@@ -45,8 +45,12 @@ from kernel_cases import BATCH, CASES, HEADS, KV_HEADS, LENGTH, ROWS, SETTINGS, 
 os.environ.pop("TRITON_INTERPRET", None)
 
 import attndsl  # Kernels are compiled, whatever the environment says.
+
+try:
+    from attndsl.call.dispatch import get_backend
+except ModuleNotFoundError:  # Of trees from before the modules had these names.
+    from attndsl.runtime.dispatch import get_backend
 from attndsl.foundation.caches import CACHES, Reason
-from attndsl.runtime.dispatch import get_backend
 
 SHARED_MEMORY = {"cuda:80": 166912, "cuda:90": 232448}
 

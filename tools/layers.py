@@ -7,25 +7,11 @@ layer and those below.
 from __future__ import annotations
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset(
-        {
-            "errors",
-            "source",
-            "settings",
-            "logs",
-            "after_torch",
-            "fingerprint",
-            "foundation",
-            "reading",
-            "scalars",
-            "uncollected",
-        }
-    ),
-    frozenset({"operands", "operators", "vectorized"}),
+    frozenset({"errors", "foundation", "settings", "source"}),
+    frozenset({"call.batched_gradients", "call.op_encoding", "call.torch_ops"}),
     frozenset({"ir"}),
-    frozenset({"frontend", "passes", "serialise", "grammar"}),
-    frozenset({"pipeline", "layout"}),
-    # What stands in backends/ itself is all for the base.
+    frozenset({"frontend", "grammar", "passes", "serialise"}),
+    frozenset({"layout", "pipeline"}),
     frozenset({"backends"}),
     frozenset({"backends.dense"}),
     frozenset({"backends.tiled"}),
@@ -35,35 +21,43 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"backends.kernels"}),
     frozenset({"backends.triton"}),
     frozenset({"backends.hopper"}),
-    frozenset({"backends.generated"}),
-    frozenset({"tilemap", "merging"}),
-    frozenset({"runtime", "config", "call.options"}),
-    frozenset({"call", "compiled", "refusals"}),
-    frozenset({"parallel"}),
-    frozenset({"saving"}),
-    frozenset({"explain", "picture", "made_up"}),
+    frozenset({"backends.engine"}),
+    frozenset({"call.lse_merge", "inspection.tilemap"}),
+    frozenset({"call", "config", "inspection", "runtime", "serving"}),
     frozenset(
         {
-            "analysis",
-            "in_graphs",
-            "introspection",
-            "serving",
-            "views",
+            "call.argument_type_errors",
+            "call.attention_base",
+            "call.binding",
+            "call.prepared",
+            "call.signature",
+        }
+    ),
+    frozenset({"parallel"}),
+    frozenset({"inspection.sparsity_summary"}),
+    frozenset({"inspection.example_captures", "inspection.explain", "picture"}),
+    frozenset(
+        {
+            "call.dynamo_call",
+            "inspection.analysis",
+            "inspection.call_inputs",
+            "inspection.dense_views",
+            "serving.serve_call",
         }
     ),
     frozenset({"attention"}),
-    frozenset({"warming", "comparing", "tolerance"}),
+    frozenset({"building.warmup", "inspection.reference_check", "inspection.tolerance"}),
     frozenset({"building"}),
     frozenset({"api"}),
     frozenset({"notebook"}),
-    frozenset({"joining"}),
-    frozenset({"torch_api", "compat"}),
+    frozenset({"program_join"}),
+    frozenset({"compat", "torch_api"}),
     frozenset({"nn"}),
     frozenset({"flex"}),
     frozenset({"hf", "torchtitan"}),
     frozenset({"play"}),
     frozenset({"editors"}),
-    frozenset({"cli", "__main__"}),
+    frozenset({"__main__", "cli"}),
 )
 """Names of modules within ``attndsl``, each for itself and all below it."""
 

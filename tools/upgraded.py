@@ -147,7 +147,7 @@ def _texts(path: Path) -> Iterator[tuple[int, str]]:
                 head, _, rest = source.partition("\n")
                 yield from [(1, rest)] if head.startswith("%%attn") else _strings(source)
     elif suffix in (".yaml", ".yml", ".toml", ".json"):
-        from attndsl.editors.embedded import programs_in
+        from attndsl.editors.embedded_programs import programs_in
 
         for program in programs_in(path.read_text("utf-8"), path.name).programs:
             yield program.source.first_line, program.source.text
@@ -235,7 +235,7 @@ def _guesses(source: Any) -> Iterator[dict[str, Any]]:
     bound |= {"true", "false", "batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim"}
     dims: dict[str, list[str]] = {}
     for statement in tree.statements:
-        if isinstance(statement, s.Tensor):
+        if isinstance(statement, s.TensorDef):
             bound |= {x.name for x in statement.dims if isinstance(x, s.Name)}
         if not isinstance(statement, s.Bare | s.Import):
             bound.add(statement.name.name)

@@ -196,7 +196,7 @@ def score_to_text(backend: str) -> Callable[[], object]:
 
 def cpu_forward() -> Callable[[], object]:
     """A forward of the CPU backend."""
-    from attndsl.runtime.dispatch import get_backend
+    from attndsl.call.dispatch import get_backend
 
     lowered, call = _causal_call("float32")
     backend = get_backend("cpu")
@@ -208,7 +208,7 @@ def backward(backend: str, known: bool = False) -> Callable[[], object]:
     import torch
 
     from attndsl.backends.base import Backward, Wants
-    from attndsl.runtime.dispatch import get_backend
+    from attndsl.call.dispatch import get_backend
 
     lowered, call = _causal_call("bfloat16")
     kernels = get_backend(backend)
@@ -291,8 +291,8 @@ def serving_step() -> Callable[[], object]:
 def text_of_job(backend: str) -> Callable[[], object]:
     """A lowered program with a modified score to the text of the kernel of a forward."""
     from attndsl.backends.kernels.kernel import Task
-    from attndsl.backends.kernels.machine import machine_of
-    from attndsl.runtime.dispatch import get_backend
+    from attndsl.backends.kernels.target import machine_of
+    from attndsl.call.dispatch import get_backend
 
     lowered, call = _causal_call("bfloat16", "score * 0.5 + 0.1 * (kv - q)")
     machine = machine_of("cuda:90")

@@ -17,31 +17,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.backends.generated.backend import generated_backend
-from attndsl.backends.generated.families import GENERATED, HOPPER, families_of, why_not_loaded
-from attndsl.backends.kernels.absent import AbsentGPU
+from attndsl.backends.engine.backend import generated_backend
+from attndsl.backends.engine.families import GENERATED, HOPPER, families_of, why_not_loaded
+from attndsl.backends.kernels.offline_gpu import AbsentGPU
 from attndsl.backends.tiled.contractions import WidenedBackend, why_tiles
-from attndsl.compiled import located_call
+from attndsl.call.attention_base import located_call
+from attndsl.call.autograd import attend
+from attndsl.call.dispatch import get_backend
 from attndsl.errors import AttnDSLError, BackendError, LaunchWarning
-from attndsl.runtime.autograd import attend
-from attndsl.runtime.cache import MemoryStore
-from attndsl.runtime.dispatch import get_backend
-from attndsl.runtime.programs import program_entry
-from attndsl.warming import warm_up
+from attndsl.runtime.disk_cache import MemoryStore
+from attndsl.runtime.program_store import program_entry
 
-from .calls import examples
+from .bundle_calls import examples
+from .warmup import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from attndsl.attention import Attention
-    from attndsl.backends.generated.backend import GeneratedBackend
-    from attndsl.warming import Warmed
+    from attndsl.backends.engine.backend import GeneratedBackend
 
-    from .calls import Asked, Example
+    from .bundle_calls import CallGrid, ExampleCall
+    from .warmup import Warmed
 
 
-class Compiled(NamedTuple):
+class CompiledKernel(NamedTuple):
     """One kernel that Triton has compiled, or found in its own cache."""
 
     name: str
@@ -53,7 +53,7 @@ class Compiled(NamedTuple):
 class Progress(NamedTuple):
     """Callbacks of a build, each called in whichever thread does the work."""
 
-    compiled: Callable[[Compiled], None]
+    compiled: Callable[[CompiledKernel], None]
     done: Callable[[Warmed], None]
 
 
@@ -83,7 +83,7 @@ class Built:
 
 
 def build(
-    programs: Mapping[str, Attention], asked: Asked, target: str, progress: Progress
+    programs: Mapping[str, Attention], asked: CallGrid, target: str, progress: Progress
 ) -> Built:
     """Compile the kernels of all programs for all calls that ``asked`` means.
 
@@ -112,7 +112,7 @@ def build(
         seconds = 0.0 if hit else what["times"].total / 1e6
         with built.lock:
             built.seconds.setdefault(str(what["metadata"]["hash"]), seconds)
-        progress.compiled(Compiled(what["metadata"]["name"], seconds, hit))
+        progress.compiled(CompiledKernel(what["metadata"]["name"], seconds, hit))
 
     triton.knobs.compilation.listener = heard
     backends = {x.made_of.backend: None for x in programs.values()}
@@ -132,7 +132,7 @@ def build(
 
 
 def _compile_all(
-    built: Built, name: str, attention: Attention, asked: Asked, backend: GeneratedBackend
+    built: Built, name: str, attention: Attention, asked: CallGrid, backend: GeneratedBackend
 ) -> None:
     """Have the kernels of all calls of one program.
 
@@ -154,7 +154,7 @@ def _compile_all(
                 built.without[Without(name, why)] += 1
 
 
-def run_example(example: Example, backend: GeneratedBackend) -> str | None:
+def run_example(example: ExampleCall, backend: GeneratedBackend) -> str | None:
     """Have the kernels of one call, and of its backward if it has gradients.
 
     Returns:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attndsl.backends.requests import Packed
-    from attndsl.tilemap import TileMap
+    from attndsl.backends.paged_requests import Packed
+    from attndsl.inspection.tilemap import TileMap
 
 
 class InKey(Enum):

@@ -18,9 +18,12 @@ from attndsl.backends.base import NONE, Call, Signature
 from attndsl.backends.memory_order import rows_contiguous
 from attndsl.errors import AttnDSLError, UnsupportedError
 from attndsl.foundation.caches import BoundedCache, Reason
-from attndsl.runtime.arguments import autocast, scale_of
-from attndsl.runtime.autograd import attend, attend_bound, bound_call, modes_on, needs_grad
-from attndsl.runtime.backward import (
+from attndsl.inspection.tile_search import given_tiles
+from attndsl.runtime.program_store import point_into, pointing_into
+
+from .argument_checks import autocast, scale_of
+from .autograd import attend, attend_bound, bound_call, modes_on, needs_grad
+from .backward_call import (
     check_has_seed,
     check_results,
     check_room,
@@ -28,33 +31,30 @@ from attndsl.runtime.backward import (
     in_room,
     wants_for,
 )
-from attndsl.runtime.doubts import doubts_of_call, tell
-from attndsl.runtime.higher import is_transformed
-from attndsl.runtime.modes import seen_by_modes
-from attndsl.runtime.parts import gradients_of_wholes, terms_of
-from attndsl.runtime.probability import check_probability
-from attndsl.runtime.profiling import BACKWARD, event_named
-from attndsl.runtime.programs import point_into, pointing_into
-from attndsl.runtime.seed import seed_of_call
-from attndsl.runtime.tiles import given_tiles
-from attndsl.runtime.values import check_values, needs_of_values
-
-from .binding import bound, dispatched
+from .call_warnings import doubts_of_call, tell
+from .chunked_autograd import is_transformed
+from .dispatch_modes import seen_by_modes
+from .dropout_checks import check_probability
+from .dropout_seed import seed_of_call
 from .options import IN_KEY, InKey
+from .profiling import BACKWARD, event_named
+from .resolve import bound, dispatched
 from .signature import ANY_LENGTH, PLAIN_TENSORS, signature_of_call
+from .sub_calls import gradients_of_wholes, terms_of
+from .value_checks import check_values, needs_of_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Backend
-    from attndsl.compiled import Compiled
-    from attndsl.runtime.autograd import BoundCall
-    from attndsl.runtime.backward import Asked, Gradients, Results
-    from attndsl.runtime.parts import Terms
-    from attndsl.runtime.values import Values
-    from attndsl.tilemap import TileMap
+    from attndsl.inspection.tilemap import TileMap
 
+    from .attention_base import Compiled
+    from .autograd import BoundCall
+    from .backward_call import Gradients, Results, WantedGradients
     from .signature import Facts
+    from .sub_calls import Terms
+    from .value_checks import ValueChecks
 
 
 _MOST_SIGNATURES = 4096
@@ -81,7 +81,7 @@ class PreparedCall:
     )  # fmt: skip
 
     def __init__(
-        self, program: Compiled, backend: Backend, call: Call, as_given: bool, needs: Values,
+        self, program: Compiled, backend: Backend, call: Call, as_given: bool, needs: ValueChecks,
         terms: Terms | None, fixed: bool,
     ) -> None:  # fmt: skip
         """Prepare calls like one that was bound.
@@ -229,7 +229,7 @@ class PreparedCall:
         return (out, lse) if has_lse else out
 
     def gradients(
-        self, given: Arguments, results: Results, asked: Asked, room: torch.Tensor | None,
+        self, given: Arguments, results: Results, asked: WantedGradients, room: torch.Tensor | None,
         tiles: TileMap | None = None,
     ) -> Gradients:  # fmt: skip
         """Gradients of a call from results; see :meth:`attndsl.Attention.backward`."""

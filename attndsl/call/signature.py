@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.passes.widths import POSITION_LIMIT
-from attndsl.runtime.arguments import is_deterministic
-from attndsl.runtime.location import has_rows, plain_int
-from attndsl.runtime.tiles import tiles_key
-from attndsl.runtime.values import dims_key, params_of_dims
-from attndsl.scalars import number_key
+from attndsl.foundation.scalars import number_key
+from attndsl.inspection.tile_search import tiles_key
+from attndsl.passes.int_ranges import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
+from .argument_checks import is_deterministic
+from .call_slice import has_rows, plain_int
 from .options import IN_KEY, InKey
+from .value_checks import dims_key, params_of_dims
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

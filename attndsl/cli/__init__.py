@@ -16,7 +16,8 @@ import typer
 from attndsl import __version__
 from attndsl.errors import AttnDSLError
 
-from .arguments import (
+from .error_formats import Format
+from .shared_options import (
     Backend,
     Count,
     Decode,
@@ -41,8 +42,7 @@ from .arguments import (
     names_of_stages,
     optional_file,
 )
-from .formats import Format
-from .usage import UsageError
+from .usage_errors import UsageError
 
 app = typer.Typer(
     name="attndsl",
@@ -86,8 +86,8 @@ def check(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings too.")] = False,
 ) -> None:
     """Report all errors of programs, and what they hardly can mean."""
-    from .checking import check as work
-    from .inputs import read_declarations
+    from .check_command import check as work
+    from .program_inputs import read_declarations
 
     if json and form not in (None, Format.JSON):
         raise UsageError(f"--json and --format {form} are both given", hint="keep one of them")
@@ -106,8 +106,8 @@ def fmt(
     ] = False,
 ) -> None:
     """Format program files in place (stdin: to stdout)."""
-    from .formatting import format_files
-    from .upgrading import upgrade_files
+    from .fmt_command import format_files
+    from .fmt_upgrade import upgrade_files
 
     raise typer.Exit((upgrade_files if upgrade else format_files)(paths, check, diff))
 
@@ -130,8 +130,8 @@ def explain(
     ] = False,
 ) -> None:
     """Say what a program saves, what runs it, and what it costs at given lengths."""
-    from .inputs import read_declarations, read_program
-    from .stages import explain_program
+    from .program_inputs import read_declarations, read_program
+    from .show_command import explain_program
 
     program = read_program(file, name, key)
     length = kv_len if q_len is None else q_len
@@ -161,8 +161,8 @@ def show(
     exact: Exact = False,
 ) -> None:
     """Print a stage of compilation, from the surface tree to the kernels."""
-    from .inputs import read_declarations, read_program
-    from .stages import list_stages, show_stage
+    from .program_inputs import read_declarations, read_program
+    from .show_command import list_stages, show_stage
 
     if stage == "list":
         print(list_stages())
@@ -201,10 +201,10 @@ def run(
     json: Json = False,
 ) -> None:
     """Time a program on random inputs and hold it to the reference."""
-    from .decoding import shapes_of
-    from .inputs import read_declarations, read_program, read_sizes
-    from .running import Shapes
-    from .running import run as work
+    from .program_inputs import read_declarations, read_program, read_sizes
+    from .run_command import Shapes
+    from .run_command import run as work
+    from .run_decode import shapes_of
 
     program = read_program(file, name, key)
     rows = q_len or (1 if decode else 256)
@@ -254,10 +254,16 @@ def warmup(
     json: Json = False,
 ) -> None:
     """Compile the kernels of all programs of a file, side by side, into the cache."""
-    from .inputs import check_key, read_declarations, read_program, read_programs, read_sizes
-    from .running import Shapes
-    from .warming import Kind
-    from .warming import warm_up as work
+    from .program_inputs import (
+        check_key,
+        read_declarations,
+        read_program,
+        read_programs,
+        read_sizes,
+    )
+    from .run_command import Shapes
+    from .warmup_command import WarmupKind
+    from .warmup_command import warm_up as work
 
     check_key(file, key)
     programs = read_programs(file, key) if name is None else [read_program(file, name, key)]
@@ -266,7 +272,7 @@ def warmup(
         dtype, device,
     )  # fmt: skip
     declared, dims = read_declarations(param, tensor), read_sizes(dim)
-    kind = Kind(backend, exact, backward)
+    kind = WarmupKind(backend, exact, backward)
     raise typer.Exit(work(programs, declared, shapes, dims, kind, json))
 
 
@@ -317,8 +323,8 @@ def build(
 
     Options of several values take them with commas: --dtype bf16,fp16.
     """
-    from .building import What, build_bundle, read_asked
-    from .inputs import read_declarations, read_sizes
+    from .build_command import What, build_bundle, read_asked
+    from .program_inputs import read_declarations, read_sizes
 
     asked = read_asked({
         "dtype": dtype, "head_dim": head_dim, "value_dim": value_dim, "heads": heads,
@@ -357,8 +363,8 @@ def plot(
     ] = None,
 ) -> None:
     """Show which pairs and tiles a program keeps, and its scores."""
-    from .inputs import read_declarations, read_program, read_sizes
-    from .plotting import plot as work
+    from .plot_command import plot as work
+    from .program_inputs import read_declarations, read_program, read_sizes
 
     program = read_program(file, name, key)
     dims = read_sizes(dim)
@@ -401,8 +407,8 @@ def play(
     ] = True,
 ) -> None:
     """Open a page on which one types a program and sees what the compiler makes of it."""
-    from .inputs import read_program
-    from .playing import play as work
+    from .play_command import play as work
+    from .program_inputs import read_program
 
     work(None if file is None else read_program(file, name, key), port, browser)
 
@@ -410,7 +416,7 @@ def play(
 @app.command()
 def lsp() -> None:
     """Serve an editor over standard input and output: errors, hovers, completion, layout."""
-    from .serving_editors import serve
+    from .lsp_command import serve
 
     serve()
 
@@ -427,7 +433,7 @@ def schema() -> None:
 @app.command()
 def doctor(json: Json = False) -> None:
     """Say which backends work here, and why others do not."""
-    from .diagnosis import doctor as work
+    from .doctor_command import doctor as work
 
     raise typer.Exit(work(json))
 
@@ -435,7 +441,7 @@ def doctor(json: Json = False) -> None:
 @cache_app.command("list")
 def cache_list(json: Json = False) -> None:
     """One line an entry: its program, what it is for, and when it was last used."""
-    from .caching import list_entries
+    from .cache_command import list_entries
 
     list_entries(json)
 
@@ -448,7 +454,7 @@ def cache_import(
     ] = None,
 ) -> None:
     """Copy a bundle of compiled kernels into the cache. A bundle is code."""
-    from .caching import import_from
+    from .cache_command import import_from
 
     import_from(bundle, digest)
 
@@ -466,7 +472,7 @@ def cache_stats(
 
         print_memory(program)
     else:
-        from .caching import print_stats
+        from .cache_command import print_stats
 
         print_stats()
 
@@ -474,7 +480,7 @@ def cache_stats(
 @cache_app.command("path")
 def cache_path() -> None:
     """The folder."""
-    from .caching import print_path
+    from .cache_command import print_path
 
     print_path()
 
@@ -482,7 +488,7 @@ def cache_path() -> None:
 @cache_app.command("clear")
 def cache_clear() -> None:
     """Remove all entries."""
-    from .caching import clear
+    from .cache_command import clear
 
     clear()
 
@@ -494,7 +500,7 @@ def cache_prune(
     ] = None,
 ) -> None:
     """Remove the least recently used entries beyond a size."""
-    from .caching import prune
+    from .cache_command import prune
 
     prune(limit)
 

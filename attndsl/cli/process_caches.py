@@ -7,13 +7,13 @@ from contextlib import suppress
 import torch
 
 from attndsl.api import Options, compile_source
+from attndsl.call.dispatch import BACKENDS, get_backend
 from attndsl.errors import AttnDSLError
 from attndsl.foundation.caches import CACHES, CacheStatistics
-from attndsl.runtime.dispatch import BACKENDS, get_backend
 from attndsl.source import Source
 
-from .captures import make_captures
-from .running import Shapes, random_inputs
+from .example_options import make_captures
+from .run_command import Shapes, random_inputs
 
 _SHAPES = Shapes(1, 2, 2, 128, 128, 16, 16, "fp32", "cpu")
 

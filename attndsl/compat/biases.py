@@ -13,7 +13,7 @@ import torch
 
 from attndsl.errors import ArgumentError, ShapeError
 
-from .checks import whole_of, wholes_of
+from .option_checks import whole_of, wholes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from attndsl.call.argument_checks import check_is_like, check_is_writable
 from attndsl.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
-from attndsl.runtime.arguments import check_is_like, check_is_writable
 
-from .checks import ints_of, number_of, window_of
-from .programs import (
+from .option_checks import ints_of, number_of, window_of
+from .shared_program import (
     attend,
     check_layout,
     check_offsets,

@@ -9,7 +9,7 @@ import torch
 from attndsl.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 
 from . import biases
-from .programs import attend, check_layout, packed_rows, present, probability_of
+from .shared_program import attend, check_layout, packed_rows, present, probability_of
 
 _LAYOUT = "(batch, length, heads, dim)"
 _LOWER_RIGHT = (

@@ -4,7 +4,7 @@ A configuration is ``{name: program}`` or ``{name: {program, params, description
 without making Python objects of them beyond text and numbers, so that no file, however hostile,
 runs or fills anything.
 
-Non-goals: checking the programs themselves. Never imports torch.
+Never imports torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attndsl.errors import ArgumentError, AttnDSLError, ConfigError
-from attndsl.reading import read_text
+from attndsl.foundation.bounded_io import read_text
 
 from .documents import PlainDocument, shown
-from .files import read_json, read_toml
 from .form import ConfigEntry, read_entries
-from .keys import find_place, key_parts, told_place
-from .limits import MAX_DEPTH, MAX_DESCRIPTION, MAX_ENTRIES, MAX_KEYS, MAX_NODES
-from .places import holds_programs, places_of_programs, speaks_of_programs
+from .json_toml import read_json, read_toml
+from .key_paths import find_place, key_parts, told_place
+from .program_places import holds_programs, places_of_programs, speaks_of_programs
+from .size_limits import MAX_DEPTH, MAX_DESCRIPTION, MAX_ENTRIES, MAX_KEYS, MAX_NODES
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -51,7 +51,7 @@ def read_config(
 
     Args:
         given: The path of the file, or the mapping.
-        key: Where the programs stand in it, such as ``model.attention``; see :mod:`.keys`.
+        key: Where the programs stand in it, such as ``model.attention``; see :mod:`.key_paths`.
 
     Raises:
         ArgumentError: ``given`` is neither, or ``key`` is no key.

@@ -12,9 +12,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attndsl.errors import ConfigError, visible
-from attndsl.scalars import as_number
+from attndsl.foundation.scalars import as_number
 
-from .limits import MAX_KEYS
+from .size_limits import MAX_KEYS
 
 if TYPE_CHECKING:
     from attndsl.source import Span
@@ -45,7 +45,7 @@ class Text(NamedTuple):
     """Where it stands in the file, with quotes, escapes and indentation, where that is known."""
 
 
-class Pairs(list[tuple[str, Any]]):
+class DocumentMapping(list[tuple[str, Any]]):
     """A mapping as a file has it: a name may stand in it twice."""
 
 
@@ -135,7 +135,7 @@ class PlainDocument(Document):
     def items(self, value: Any) -> list[Item] | None:
         """The items; a value that cannot be had is :class:`Unusable`."""
         self._check(value)
-        if isinstance(value, Pairs):
+        if isinstance(value, DocumentMapping):
             return [Item(*pair) for pair in value]
         if not isinstance(value, Mapping):
             return None
@@ -157,7 +157,9 @@ class PlainDocument(Document):
 
     def elements(self, value: Any) -> Sequence[Any] | None:
         """The elements of any Sequence."""
-        if isinstance(value, str | bytes | Pairs | Unusable) or not isinstance(value, Sequence):
+        if isinstance(value, str | bytes | DocumentMapping | Unusable) or not isinstance(
+            value, Sequence
+        ):
             return None
         return value
 

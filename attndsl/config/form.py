@@ -1,8 +1,6 @@
 """The form of configurations: ``{name: program}`` or ``{name: {program, params, description}}``.
 
 All kinds of documents are held to it here, by the same code.
-
-Non-goals: checking the programs themselves.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from attndsl.frontend.limits import MAX_ERRORS
 from attndsl.source import Source
 
 from .documents import shown
-from .keys import find_place, key_of, told_place
-from .limits import MAX_DESCRIPTION, check_counts
+from .key_paths import find_place, key_of, told_place
+from .size_limits import MAX_DESCRIPTION, check_counts
 
 if TYPE_CHECKING:
     from attndsl.source import Span
 
     from .documents import Document, Item
-    from .keys import Place
+    from .key_paths import DocumentPlace
 
 KEYS = ("program", "params", "description")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
@@ -57,7 +55,7 @@ class ConfigEntry:
         return Source(self.text, self.source_name, self.first_line, self.name, self.file)
 
 
-def read_entries(document: Document, place: Place) -> list[ConfigEntry]:
+def read_entries(document: Document, place: DocumentPlace) -> list[ConfigEntry]:
     """The programs at ``place``, in their order.
 
     Raises:
@@ -70,7 +68,7 @@ def read_entries(document: Document, place: Place) -> list[ConfigEntry]:
 
 
 def read_right_entries(
-    document: Document, place: Place
+    document: Document, place: DocumentPlace
 ) -> tuple[list[ConfigEntry], list[AttnDSLError]]:
     """The programs at ``place`` that are of the form, and what is wrong with the other entries.
 
@@ -87,7 +85,7 @@ def read_right_entries(
         )
     _refuse_one_program(document, items, where)
     check_counts(len(items), 0, where)
-    reader = _Reader(document, place.parts)
+    reader = _FormReader(document, place.parts)
     for item in items:
         reader.take(item)
         check_counts(len(items), reader.keys, where)
@@ -111,7 +109,7 @@ def _refuse_one_program(document: Document, items: list[Item], where: str) -> No
         )
 
 
-class _Reader:
+class _FormReader:
     """Goes through entries, and keeps what is wrong with them."""
 
     def __init__(self, document: Document, parts: tuple[str, ...]) -> None:

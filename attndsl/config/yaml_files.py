@@ -16,8 +16,8 @@ from attndsl.errors import ConfigError
 from attndsl.source import Source, Span
 
 from .documents import Document, Item, Text
-from .files import too_deep
-from .limits import MAX_DEPTH, MAX_NODES, check_counts
+from .json_toml import too_deep
+from .size_limits import MAX_DEPTH, MAX_NODES, check_counts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

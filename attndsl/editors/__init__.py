@@ -1,4 +1,5 @@
 """For editors: a lexer for Pygments, and a language server. Never imports torch.
 
-All modules but :mod:`.server` are functions from text to facts, which need no library of others.
+All modules but :mod:`.language_server` are functions from text to facts, which need no library of
+others.
 """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
 
-from .attention import AuxOutput, AuxRequest, flex_attention
 from .block_mask import BlockMask, create_block_mask
-from .options import FlexKernelOptions
+from .flex_call import AuxOutput, AuxRequest, flex_attention
+from .kernel_options import FlexKernelOptions
 from .tracing import Trace, trace
 
 __all__ = [

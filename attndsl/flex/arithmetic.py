@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Node, Op, cast, const, node, reads_score
-from attndsl.passes.widths import ranges
+from attndsl.passes.int_ranges import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,23 +9,23 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.nn.attention.flex_attention import create_block_mask as torch_blocks
 
+from attndsl.call.value_checks import has_values
 from attndsl.errors import ArgumentError, UnsupportedError
-from attndsl.passes.tiles.plan import EMPTY, FORWARD, FULL, PARTIAL
-from attndsl.passes.widths import POSITION_LIMIT
-from attndsl.runtime.sources import device_of
-from attndsl.runtime.tiles import find_tiles, kinds_by_pairs
-from attndsl.runtime.values import has_values
+from attndsl.inspection.tile_search import find_tiles, kinds_by_pairs
+from attndsl.passes.int_ranges import POSITION_LIMIT
+from attndsl.passes.tiles.tile_plan import EMPTY, FORWARD, FULL, PARTIAL
+from attndsl.runtime.kernel_source import device_of
 
-from .cache import default_traces
-from .checks import number_of
-from .compiled import compiled, near, position_ranges
-from .places import refusal_at
+from .compiled_traces import compiled, near, position_ranges
+from .operand_checks import number_of
+from .python_spans import refusal_at
+from .trace_cache import default_traces
 from .tracing import arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from attndsl.tilemap import TileMap
+    from attndsl.inspection.tilemap import TileMap
 
     from .tracing import Mod
 
@@ -173,7 +173,7 @@ def create_block_mask(
         dq_kv_order: The order of that.
 
     Within a graph of ``torch.compile`` torch's own function finds the blocks, by all pairs. Calls
-    of :func:`.attention.flex_attention` go by ``mask_mod`` and leave them to the compiler, which
+    of :func:`.flex_call.flex_attention` go by ``mask_mod`` and leave them to the compiler, which
     drops them.
 
     Raises:

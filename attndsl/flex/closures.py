@@ -3,8 +3,8 @@
 The walk gives a *structure*, equal for two functions whose traces can differ by their tensors' and
 numbers' values only, and the tensors and numbers in a fixed order. The same walk puts other values
 in the numbers' places. All that is not known to be compared so makes a function *opaque*: objects,
-subclasses, modules of the user's, code that reads attributes or state beyond :mod:`.known`. It is
-traced anew in each call, since a change there would go unseen.
+subclasses, modules of the user's, code that reads attributes or state beyond
+:mod:`.cacheable_names`. It is traced anew in each call, since a change there would go unseen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .known import (
+from .cacheable_names import (
     ATTRIBUTES,
     BUILTINS,
     NUMBERS,
@@ -36,7 +36,7 @@ _KEYS = PLAIN | {int}
 
 
 @dataclass(slots=True)
-class Reach:
+class ClosureReach:
     """Structure, tensors and numbers that a walk finds."""
 
     structure: list[object] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Reach:
     opaque: bool = False
 
 
-def reach(value: object) -> Reach:
+def reach(value: object) -> ClosureReach:
     """Walk over all that ``value``, a function or anything that holds some, can reach."""
     walk = _Walk({})
     walk.visit(value, "")
@@ -64,7 +64,7 @@ def replaced(value: Any, replacements: Mapping[int, object]) -> Any:
 
 class _Walk:
     def __init__(self, replacements: Mapping[int, object]) -> None:
-        self.found = Reach()
+        self.found = ClosureReach()
         self.replacements = replacements
         self.seen: dict[int, int] = {}
         self.places: dict[int, int] = {}

@@ -20,18 +20,18 @@ from torch.overrides import TorchFunctionMode
 
 from attndsl.errors import counted
 from attndsl.ir import DType, Node, Op, const, load, param, size
-from attndsl.passes.widths import ranges
+from attndsl.passes.int_ranges import ranges
 
 from . import arithmetic as ar
-from . import functions
-from .integers import RANGES, joined, literal, wrapped
-from .places import refusal
-from .symbols import Symbol, Traced, View, flat
+from . import torch_functions
+from .int_dtypes import RANGES, joined, literal, wrapped
+from .python_spans import refusal
+from .traced_values import CaptureView, Symbol, Traced, flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from attndsl.passes.widths import Range
+    from attndsl.passes.int_ranges import Range
 
 
 METHODS = {
@@ -59,7 +59,7 @@ _OPERANDS = ("condition", "input", "self", "other", "exponent")
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
+class TracedCapture:
     """A tensor that a trace mentions."""
 
     name: str
@@ -78,7 +78,7 @@ class Tracer:
     """Ranges of ``b``, ``h``, ``q`` and ``kv``, as far as they are known."""
     names: Callable[[torch.Tensor], str]
     """A free name for a captured tensor."""
-    captures: dict[int, Capture] = field(default_factory=dict)
+    captures: dict[int, TracedCapture] = field(default_factory=dict)
     lengths_used: bool = False
     """Whether the program would be another one at other lengths."""
     in_graph: bool = False
@@ -108,7 +108,7 @@ class Tracer:
         args = (*args, *(kwargs.pop(key) for key in _OPERANDS if key in kwargs))
         if name.endswith("_") and not name.endswith("__"):
             name, in_place = name[:-1], True
-        name = functions.ALIASES.get(name, name)
+        name = torch_functions.ALIASES.get(name, name)
         found = self._convert(name, args, kwargs)
         if found is None:
             found = self._over_row(name, args, kwargs)
@@ -118,19 +118,19 @@ class Tracer:
 
     def operator(self, name: str, args: tuple[Any, ...]) -> Any:
         """The result of Python's operator ``__name__``."""
-        if name in functions.IN_PLACE:
-            return self.apply(functions.IN_PLACE[name], args, {}, in_place=True)
-        if name in functions.TURNED_ROUND:
-            return self.apply(functions.TURNED_ROUND[name], args[::-1], {})
+        if name in torch_functions.IN_PLACE:
+            return self.apply(torch_functions.IN_PLACE[name], args, {}, in_place=True)
+        if name in torch_functions.TURNED_ROUND:
+            return self.apply(torch_functions.TURNED_ROUND[name], args[::-1], {})
         if name == "getitem":
             return self.index(args[0], args[1])
         return self.apply(name, args, {})
 
-    def index(self, target: Any, indices: Any) -> Symbol | View:
+    def index(self, target: Any, indices: Any) -> Symbol | CaptureView:
         """``target[indices]``, a value of one pair once all dims are indexed."""
         if isinstance(target, torch.Tensor):
-            target = View(self, target, (None,) * target.dim())
-        if not isinstance(target, View):
+            target = CaptureView(self, target, (None,) * target.dim())
+        if not isinstance(target, CaptureView):
             raise refusal(
                 f"a {type(target).__name__} is indexed by a value that differs from pair to pair",
                 "make it a tensor: torch.tensor(values)[index]",
@@ -154,7 +154,7 @@ class Tracer:
                     )
                 continue
             found[dim] = self._index_node(item, target.tensor, dim)
-        view = View(self, target.tensor, tuple(found), target.casts)
+        view = CaptureView(self, target.tensor, tuple(found), target.casts)
         return view if view.ndim else self._element(view)
 
     def _index_node(self, item: Any, tensor: torch.Tensor, dim: int) -> Node:
@@ -169,7 +169,7 @@ class Tracer:
             )
         return self.from_end(node, tensor, dim)
 
-    def _element(self, view: View) -> Symbol:
+    def _element(self, view: CaptureView) -> Symbol:
         name, dtype = self.capture(view.tensor).name, view.tensor.dtype
         loaded = load(name, dtype_of(dtype), *(i for i in view.indices if i is not None))
         found = Symbol(self, loaded, dtype)
@@ -193,7 +193,7 @@ class Tracer:
                 f"a tensor of shape {tuple(value.shape)} joins a value of one pair",
                 "index it by what it belongs to, such as table[h] or bias[b, h, q_idx, kv_idx]",
             )
-        if isinstance(value, View):
+        if isinstance(value, CaptureView):
             raise refusal(
                 f"a tensor with {counted(value.ndim, 'dim')} left joins a value of one pair",
                 f"index it fully: it has {value.tensor.dim()} dims; for (row == x).any() write "
@@ -249,13 +249,13 @@ class Tracer:
                 return self._number(tensor.item())
         return param(self.capture(tensor).name, dtype_of(tensor.dtype))
 
-    def capture(self, tensor: torch.Tensor) -> Capture:
+    def capture(self, tensor: torch.Tensor) -> TracedCapture:
         """``tensor`` under its name."""
         found = self.captures.get(id(tensor))
         if found is None:
             dtype_of(tensor.dtype)
             made = id(tensor) in self.made
-            found = Capture(self.names(tensor), tensor, made)
+            found = TracedCapture(self.names(tensor), tensor, made)
             self.captures[id(tensor)] = found
         return found
 
@@ -283,16 +283,16 @@ class Tracer:
         tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, torch.Tensor)]
         captured = [x for x in tensors if id(x) not in self.made]
         bare = name.strip("_")
-        if bare in functions.RANDOM and not name.startswith("__"):
+        if bare in torch_functions.RANDOM and not name.startswith("__"):
             raise _random(bare)
         if self.in_graph and name == "item" and args[0].dim() == 0:
             return Symbol(self, self.scalar(args[0]), None)
-        if captured and name in functions.VALUES:
+        if captured and name in torch_functions.VALUES:
             raise refusal(
                 f"'{bare}' of a captured tensor: its value now would be that of all calls",
                 "use the 0-d tensor itself in the expression, or pass a Python number",
             )
-        if captured and bare in functions.REDUCTIONS:
+        if captured and bare in torch_functions.REDUCTIONS:
             raise _reduction(bare)
         if captured and ((name.endswith("_") and not name.endswith("__")) or name == "__setitem__"):
             raise refusal(f"'{name}' changes a captured tensor", "change it before the call")
@@ -304,7 +304,7 @@ class Tracer:
 
     def _convert(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Symbol | View | None:
+    ) -> Symbol | CaptureView | None:
         """``args[0]`` in another type, or a constant of its kind; None where that is not asked."""
         value = args[0] if args else None
         if name in METHODS:
@@ -317,7 +317,7 @@ class Tracer:
         if name == "scalar_tensor" or (name == "tensor" and isinstance(value, Symbol)):
             found = self.symbol(value)
             return self._converted(found, kwargs.get("dtype") or found.dtype)
-        if name in _UNCHANGED and isinstance(value, Symbol | View):
+        if name in _UNCHANGED and isinstance(value, Symbol | CaptureView):
             if name == "detach":
                 raise refusal(
                     "detach would hide a gradient", "detach captured tensors before the call"
@@ -325,10 +325,10 @@ class Tracer:
             return value
         return None
 
-    def _cast(self, value: Any, wanted: torch.dtype | None) -> Symbol | View:
-        if isinstance(value, View):
+    def _cast(self, value: Any, wanted: torch.dtype | None) -> Symbol | CaptureView:
+        if isinstance(value, CaptureView):
             extra = () if wanted is None else (wanted,)
-            return View(self, value.tensor, value.indices, (*value.casts, *extra))
+            return CaptureView(self, value.tensor, value.indices, (*value.casts, *extra))
         found = self.symbol(value)
         return found if wanted is None else self._converted(found, wanted)
 
@@ -353,7 +353,7 @@ class Tracer:
         Raises:
             TraceError: The row is too long, or has no fixed length.
         """
-        if name in functions.FOLDS and isinstance(args[0], View) and args[0].ndim == 1:
+        if name in torch_functions.FOLDS and isinstance(args[0], CaptureView) and args[0].ndim == 1:
             dims = (*args[1:], kwargs.get("dim", -1))[:1]
             if set(kwargs) <= {"dim"} and dims[0] in (-1, 0, None, (-1,), (0,), [-1], [0]):
                 return self._folded(name, args[0])
@@ -361,7 +361,7 @@ class Tracer:
             left, right = (self._elements(x) for x in args)
             if len(left) == len(right):
                 products = [ar.mul(a, b) for a, b in zip(left, right, strict=True)]
-                found = functions.FOLDS["sum"](products)
+                found = torch_functions.FOLDS["sum"](products)
                 return self._wrapped(
                     found, joined(x.dtype for x in args if found.dtype is DType.INT)
                 )
@@ -369,18 +369,18 @@ class Tracer:
             # A row's dtype counts, and a value's of no dims does not.
             value = self._wrapped(self.node(args[0]), args[1].dtype).node
             each = [ar.compare("==", value, x) for x in self._elements(args[1])]
-            return Symbol(self, functions.FOLDS["any"](each))
+            return Symbol(self, torch_functions.FOLDS["any"](each))
         return None
 
-    def _folded(self, name: str, row: View) -> Symbol:
-        found = functions.FOLDS[name](self._elements(row))
+    def _folded(self, name: str, row: CaptureView) -> Symbol:
+        found = torch_functions.FOLDS[name](self._elements(row))
         if name in ("any", "all"):  # torch gives a uint8 for one.
             return self._converted(
                 Symbol(self, found), torch.uint8 if row.dtype is torch.uint8 else torch.bool
             )
         return self._wrapped(found, row.dtype if name in ("amax", "amin") else torch.int64)
 
-    def _elements(self, row: View | torch.Tensor) -> list[Node]:
+    def _elements(self, row: CaptureView | torch.Tensor) -> list[Node]:
         """The elements of a row, each as a lookup."""
         count = row.shape[0]
         if not isinstance(count, int) or not 0 < count <= _LONGEST:
@@ -392,7 +392,7 @@ class Tracer:
         return [self.node(self.index(row, place)) for place in range(count)]
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
-        function = functions.FUNCTIONS.get(name)
+        function = torch_functions.FUNCTIONS.get(name)
         if function is None:
             raise _unknown(name)
         integer = self._integer(name, args, kwargs)
@@ -419,7 +419,7 @@ class Tracer:
             operands = operands[:1]
         if any(isinstance(x, float) for x in operands):
             return torch.int64
-        own = [_own(x) for x in operands if isinstance(x, Symbol | View | torch.Tensor)]
+        own = [_own(x) for x in operands if isinstance(x, Symbol | CaptureView | torch.Tensor)]
         floats = any(dtype is not None and dtype.is_floating_point for dtype in own)
         return torch.int64 if floats else joined(own)
 
@@ -449,7 +449,7 @@ class Tracer:
             )
         return self._wrapped(found.node, integer).node
 
-    def _assign(self, target: Any, found: Symbol | View, name: str) -> Symbol:
+    def _assign(self, target: Any, found: Symbol | CaptureView, name: str) -> Symbol:
         if not isinstance(target, Symbol) or not isinstance(found, Symbol):
             raise refusal(f"'{name}' in place changes a captured tensor", "use its result")
         before, after = target.node.dtype, found.node.dtype
@@ -478,7 +478,7 @@ def dtype_of(dtype: torch.dtype) -> DType:
 def _dtype(value: Any) -> torch.dtype | None:
     if isinstance(value, torch.dtype):
         return value
-    if isinstance(value, Symbol | View | torch.Tensor):
+    if isinstance(value, Symbol | CaptureView | torch.Tensor):
         return value.dtype
     return None
 
@@ -487,11 +487,11 @@ def _own(value: Any) -> torch.dtype | None:
     """The dtype of an operand; None of a number of Python's."""
     if isinstance(value, Symbol) and value.node.dtype is DType.INT:
         return value.integer
-    return value.dtype if isinstance(value, Symbol | View | torch.Tensor) else None
+    return value.dtype if isinstance(value, Symbol | CaptureView | torch.Tensor) else None
 
 
 def _is_row(value: Any) -> bool:
-    return isinstance(value, View | torch.Tensor) and value.ndim == 1
+    return isinstance(value, CaptureView | torch.Tensor) and value.ndim == 1
 
 
 def dim_name(name: str, dim: int) -> str:
@@ -534,18 +534,20 @@ def _random(name: str) -> Exception:
 
 
 def _unknown(name: str) -> Exception:
-    if name in functions.REDUCTIONS:
+    if name in torch_functions.REDUCTIONS:
         return _reduction(name)
-    if name in functions.RANDOM:
+    if name in torch_functions.RANDOM:
         return _random(name)
-    if name in functions.VALUES:
+    if name in torch_functions.VALUES:
         return refusal(
             f"'{name}' asks for a number, and this value differs from pair to pair",
             "write torch.where(condition, a, b) where Python would decide on it",
         )
-    if name in functions.INSTEAD:
-        return refusal(f"the language has no counterpart of '{name}'", functions.INSTEAD[name])
-    close = difflib.get_close_matches(name, functions.FUNCTIONS, n=1)
+    if name in torch_functions.INSTEAD:
+        return refusal(
+            f"the language has no counterpart of '{name}'", torch_functions.INSTEAD[name]
+        )
+    close = difflib.get_close_matches(name, torch_functions.FUNCTIONS, n=1)
     return refusal(
         f"the language has no counterpart of '{name}'",
         f"is '{close[0]}' what is meant?" if close else "write it out by functions that it has",

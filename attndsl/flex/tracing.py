@@ -13,21 +13,21 @@ import torch
 
 from attndsl.attention import Attention
 from attndsl.errors import counted
-from attndsl.frontend.functions import NAMES
+from attndsl.frontend.builtin_functions import NAMES
 from attndsl.frontend.prelude import prelude_names
-from attndsl.frontend.reserved import ALWAYS
+from attndsl.frontend.reserved_names import ALWAYS
 from attndsl.ir import SCORE, DType, ParamDecl, Program, TensorDecl, param, size, var
 from attndsl.passes.print_ir import print_program
 
 from . import arithmetic as ar
-from .closures import Reach, reach, replaced
-from .places import refusal_at
-from .symbols import Symbol
+from .closures import ClosureReach, reach, replaced
+from .python_spans import refusal_at
+from .traced_values import Symbol
 from .tracer import Tracer, dim_name, dtype_of
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
-    from attndsl.passes.widths import Range
+    from attndsl.passes.int_ranges import Range
 
 Mod = Callable[..., Any]
 _KEYWORDS = {
@@ -104,7 +104,7 @@ def trace(
         mask = kv <= q
     """
     if torch.compiler.is_dynamo_compiling():
-        from attndsl.runtime.graph import KEPT, keep  # Imports torch.compile.
+        from attndsl.call.compile_graphs import KEPT, keep  # Imports torch.compile.
 
         given = {"score_mod": score_mod, "mask_mod": mask_mod, "dtype": dtype, "device": device}
         found: Trace = getattr(KEPT, keep(_trace_in_graph, given))
@@ -197,7 +197,7 @@ def trace_mods(
     device: torch.device,
     lengths: Mapping[str, Range],
     varying: tuple[int, ...],
-    found: Reach | None,
+    found: ClosureReach | None,
 ) -> Trace:
     """Trace both functions into one program.
 
@@ -215,7 +215,7 @@ def trace_mods(
     """
     mods = (score_mod, mask_mod)
     found = reach(mods) if found is None else found
-    names = _Names(found)
+    names = _CaptureNames(found)
     tracer = Tracer(dtype, device, lengths, names.of_tensor)
     params: dict[int, ParamDecl] = {}
     for place in varying:
@@ -258,8 +258,8 @@ def trace_graph(
     Raises:
         TraceError: The function cannot be traced.
     """
-    found = Reach(names=dict(names))
-    tracer = Tracer(dtype, device, lengths, _Names(found).of_tensor, in_graph=in_graph)
+    found = ClosureReach(names=dict(names))
+    tracer = Tracer(dtype, device, lengths, _CaptureNames(found).of_tensor, in_graph=in_graph)
     results = tracer.run(mods, pair)
     given = {part: tracer.node(x) for part, x in zip(parts, results, strict=True)}
     score = _score(given["score"], mods) if "score" in given else SCORE
@@ -295,7 +295,7 @@ def _program(
     score: Node,
     mask: Node | None,
     params: Mapping[int, ParamDecl],
-    found: Reach,
+    found: ClosureReach,
 ) -> Trace:
     captures: dict[str, torch.Tensor | int | float] = {}
     declared, tensors = list(params.values()), []
@@ -338,10 +338,10 @@ def _wrong(mod: Mod, message: str, hint: str) -> Exception:
     return refusal_at(getattr(mod, "__code__", None), message, hint)
 
 
-class _Names:
+class _CaptureNames:
     """Names for captures: the user's own, as far as the language leaves them free."""
 
-    def __init__(self, found: Reach) -> None:
+    def __init__(self, found: ClosureReach) -> None:
         self.given = found.names
         self.taken: set[str] = set()
 

@@ -2,8 +2,8 @@
 
 A :class:`BoundedCache` keeps values by keys. :func:`memoised` keeps results of a function by its
 arguments. Both have a name, a bound and reasons for which they are emptied, and both register with
-:data:`CACHES`. Keys of numbers are made by :func:`attndsl.scalars.number_key`: a raw float is no
-key, since 0.0 equals -0.0, and 1 equals True.
+:data:`CACHES`. Keys of numbers are made by :func:`attndsl.foundation.scalars.number_key`: a raw
+float is no key, since 0.0 equals -0.0, and 1 equals True.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def parsed(source: Source) -> Tree:
     Raises:
         AttnDSLError: All that does not parse.
     """
-    from .imports import expand
     from .parse import parse
+    from .program_imports import expand
 
     return parse(expand(source))
 
@@ -76,7 +76,7 @@ def read_unused(text: Source | Tree) -> list[ProgramWarning]:
 
     An imported file may have more than this program uses.
     """
-    from .unused import unused
+    from .lints.unused import unused
 
     tree = _tree(text)
     name = tree.source.name
@@ -85,14 +85,14 @@ def read_unused(text: Source | Tree) -> list[ProgramWarning]:
 
 def read_unscored(text: Source | Tree, program: Program) -> list[ProgramWarning]:
     """Lines of a text that do not read the score, and replace it in its ``program``."""
-    from .unscored import unscored
+    from .lints.unread_score import unscored
 
     return list(unscored(_tree(text), {line.span for line in program.lines}))
 
 
 def read_large_numbers(text: Source | Tree) -> list[ProgramWarning]:
     """Large negative numbers in the text of a program without errors, such as ``-1e9``."""
-    from .large import large_numbers
+    from .lints.huge_constants import large_numbers
 
     return list(large_numbers(_tree(text)))
 
@@ -101,7 +101,7 @@ def read_fractions(
     text: Source | Tree, declared: Mapping[str, Declared], mask: Node
 ) -> list[ProgramWarning]:
     """Fractions that the caller of a program without errors gives where its mask has positions."""
-    from .inferred import fractions
+    from .type_inference import fractions
 
     return list(fractions(_tree(text), declared, mask))
 

@@ -1,7 +1,4 @@
-"""Surface tree to checked program: declarations, then statements in order.
-
-Non-goals: simplification; a program's IR is what was written, with functions inlined.
-"""
+"""Surface tree to checked program: declarations, then statements in order."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from attndsl.errors import (
     TypeMismatchError,
     raise_all,
 )
+from attndsl.foundation.scalars import as_int
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl
 from attndsl.passes.simplify import simplify_node
-from attndsl.scalars import as_int
 from attndsl.source import Source
 
-from . import hints, promote
+from . import hints, promotion
 from . import surface as s
-from .absent import Gone, finished, lacks
+from .absent_names import Gone, finished, lacks
 from .declare import (
     Absent,
     Bound,
@@ -38,14 +35,14 @@ from .declare import (
     unusable,
 )  # fmt: skip
 from .expressions import Inliner, Scope
-from .former import modern
-from .imports import homeless
-from .inferred import Wanted
-from .keywords import refuse_keywords
+from .keyword_arguments import refuse_keywords
+from .legacy_calls import modern
 from .limits import MAX_ERRORS, MAX_OPTIONAL, check_dims
 from .parse import parse
-from .reserved import ALWAYS
-from .reserved import TARGETS as _TARGETS
+from .program_imports import homeless
+from .reserved_names import ALWAYS
+from .reserved_names import TARGETS as _TARGETS
+from .type_inference import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,7 +88,7 @@ def locals_of(tree: s.Tree, declared: Mapping[str, Declared]) -> dict[str, Node]
     return {name: value for name, value in found.items() if isinstance(value, Node)}
 
 
-class Values(NamedTuple):
+class KnownValues(NamedTuple):
     """Known values of a program's names, of its other parts and of its score lines."""
 
     names: Mapping[str, Node | TensorDecl]
@@ -102,14 +99,14 @@ class Values(NamedTuple):
     """What the score is after each of its lines, in order."""
 
 
-def values_of(tree: s.Tree, declared: Mapping[str, Declared]) -> Values:
+def values_of(tree: s.Tree, declared: Mapping[str, Declared]) -> KnownValues:
     """Known values of a program that may have errors, without those names that have them."""
     checker = _Checker(tree, declared)
     with contextlib.suppress(AttnDSLError):
         checker.run()
     known = {n: x for n, x in checker.scope.values.items() if isinstance(x, Node | TensorDecl)}
     parts = {name: value for name, value in checker.parts.items() if value is not None}
-    return Values(known, parts, tuple(checker.lines))
+    return KnownValues(known, parts, tuple(checker.lines))
 
 
 class _Checker:
@@ -126,7 +123,9 @@ class _Checker:
         self.dropout: Node | None = None
         self.lines: list[ir.Line] = []
         self.weights_span: Span | None = None
-        self.in_text = {x.name.name for x in tree.statements if isinstance(x, s.Param | s.Tensor)}
+        self.in_text = {
+            x.name.name for x in tree.statements if isinstance(x, s.ParamDef | s.TensorDef)
+        }
         definitions = {x.name.name: x for x in tree.statements if isinstance(x, s.Define)}
         wanted = Wanted(tree.statements, declared)
         self.scope = Scope({}, definitions, s.lines_of_locals(tree.statements, _TARGETS), wanted)
@@ -156,13 +155,13 @@ class _Checker:
             if not isinstance(scalar, TensorSpec):
                 self._declare(name, scalar)
         for statement in self.tree.statements:
-            if isinstance(statement, s.Param):
+            if isinstance(statement, s.ParamDef):
                 self._guard(self._param, statement)
         for name, tensor in given.items():
             if isinstance(tensor, TensorSpec):
                 self._declare(name, tensor)
         for statement in self.tree.statements:
-            if isinstance(statement, s.Tensor):
+            if isinstance(statement, s.TensorDef):
                 self._guard(self._tensor, statement)
             elif isinstance(statement, s.Define):
                 self._guard(self._define, statement)
@@ -250,7 +249,7 @@ class _Checker:
         found = self._dim(tree.statements[0].value)
         return found if found is not None else ir.const(0)
 
-    def _param(self, statement: s.Param) -> None:
+    def _param(self, statement: s.ParamDef) -> None:
         self._bind(statement.name, "a param")
         name = statement.name.name
         self.scope.values[name] = None
@@ -278,13 +277,13 @@ class _Checker:
         )
         self.scope.values[name] = ir.param(name, dtype, statement.name.span)
 
-    def _leave_out(self, statement: s.Param | s.Tensor, given: Absent) -> None:
+    def _leave_out(self, statement: s.ParamDef | s.TensorDef, given: Absent) -> None:
         """A capture that is not there, and sizes that it alone would have."""
         name = statement.name.name
         self.scope.values[name] = Gone(frozenset({name}))
         if not statement.optional:
             raise no_optional(name, given)
-        for dim in statement.dims if isinstance(statement, s.Tensor) else ():
+        for dim in statement.dims if isinstance(statement, s.TensorDef) else ():
             if isinstance(dim, s.Name) and self._is_free(dim.name):
                 self.scope.values[dim.name] = Gone(frozenset(), frozenset({dim.name}))
 
@@ -329,7 +328,7 @@ class _Checker:
             raise found
         node = ir.const(given.value, span)
         if dtype is DType.FLOAT and node.dtype is DType.INT:
-            return promote.as_float(node)
+            return promotion.as_float(node)
         if node.dtype is not dtype:
             raise TypeMismatchError(
                 f"'{name}' is of type {dtype.value}, and {given.value!r} is not", span,
@@ -337,7 +336,7 @@ class _Checker:
             )  # fmt: skip
         return node
 
-    def _tensor(self, statement: s.Tensor) -> None:
+    def _tensor(self, statement: s.TensorDef) -> None:
         self._bind(statement.name, "a tensor")
         name = statement.name.name
         self.scope.values[name] = None
@@ -448,7 +447,7 @@ class _Checker:
         elif value.dtype is DType.BOOL:
             self.parts["mask"] = value
         else:
-            self.scope.score = promote.as_float(value)
+            self.scope.score = promotion.as_float(value)
             self.lines.append(ir.Line(self.scope.score, statement.span))
 
     def _assign(self, statement: s.Assign) -> None:
@@ -460,8 +459,8 @@ class _Checker:
             ):
                 return
             if value is not None:
-                value = promote.as_float(
-                    promote.need_number(value, statement.value.span, "the score")
+                value = promotion.as_float(
+                    promotion.need_number(value, statement.value.span, "the score")
                 )
                 self.lines.append(ir.Line(value, statement.name.span.to(statement.value.span)))
             self.scope.score = value
@@ -491,7 +490,7 @@ class _Checker:
             return
         at = statement.value.span
         self._needs_only(value, {"b", "h"}, "a sink is one logit a row: it", at)
-        self.parts[name] = promote.as_float(promote.need_number(value, at, "the sink"))
+        self.parts[name] = promotion.as_float(promotion.need_number(value, at, "the sink"))
 
     def _mask(self, statement: s.Assign) -> None:
         """One more condition: mask lines mean what ``and`` between them means."""
@@ -509,7 +508,7 @@ class _Checker:
                 statement.value.span,
                 f"write 'score = {text}'" if len(text) <= _SHOWN else "write 'score = ...'",
             )
-        value = promote.need_bool(value, statement.value.span, "the mask")
+        value = promotion.need_bool(value, statement.value.span, "the mask")
         before = self.parts.get("mask")
         self.parts["mask"] = (
             value if before is None else ir.node(Op.AND, before, value, span=statement.value.span)
@@ -552,7 +551,7 @@ class _Checker:
         self.scope.score, self.scope.in_weights = before, False
         if value is not None:
             at = written.span
-            self.parts["weights"] = promote.as_float(promote.need_number(value, at, "weights"))
+            self.parts["weights"] = promotion.as_float(promotion.need_number(value, at, "weights"))
             self.weights_span = at
 
     def _probability(self, written: s.Expr) -> Node | None:
@@ -560,7 +559,7 @@ class _Checker:
         value = self._left(written)
         if value is None or isinstance(value, Gone):
             return None
-        value = promote.as_float(promote.need_number(value, written.span, "a probability"))
+        value = promotion.as_float(promotion.need_number(value, written.span, "a probability"))
         self._needs_only(value, set(), "the dropout probability", written.span)
         known = simplify_node(value)  # Bound params may make a number of it.
         if known.op is Op.CONST and not 0.0 <= float(known.value or 0.0) < 1.0:

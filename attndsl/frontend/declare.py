@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from attndsl.errors import TypeMismatchError
+from attndsl.foundation.scalars import number_key
 from attndsl.ir import DType
-from attndsl.scalars import number_key
 
 if TYPE_CHECKING:
     from attndsl.source import Span

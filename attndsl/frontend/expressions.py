@@ -21,14 +21,14 @@ from attndsl.errors import (
 )
 from attndsl.ir import DType, Node, TensorDecl
 
-from . import absent, contraction, functions, hints, promote, slips
+from . import absent_names, builtin_functions, contraction, hints, misspellings, promotion
 from . import surface as s
-from .absent import Gone, Part, Place, Rest
-from .inferred import Wanted, likely
-from .keywords import parameters_of, refuse_keywords
+from .absent_names import Gone, OperandPlace, Part, RemainingOperands
+from .keyword_arguments import parameters_of, refuse_keywords
 from .limits import MAX_ERRORS, MAX_EXPANSIONS, MAX_NESTING
 from .prelude import prelude_function, prelude_names
-from .reserved import ALWAYS, CONSTANTS
+from .reserved_names import ALWAYS, CONSTANTS
+from .type_inference import Wanted, likely
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +68,7 @@ class Scope:
     early: list[tuple[str, Span]] = field(default_factory=list)
     """Names that weights mention, and that read the score as it was before."""
     optional: set[str] = field(default_factory=set)
-    """Captures that may be absent, which :data:`.absent.NAME` asks for."""
+    """Captures that may be absent, which :data:`.absent_names.NAME` asks for."""
     lacking: bool = False
     """Whether some are. What conditions then leave out is not read, as it may have no meaning; the
     program in which all are there is checked as a whole."""
@@ -89,10 +89,10 @@ class Inliner:
     def node(self, expr: s.Expr, what: str = "what stands here") -> Node | None:
         """The IR of ``expr``, or None where it has errors, such as reading what is absent."""
         part = self.part(expr)
-        if not absent.lacks(part):
+        if not absent_names.lacks(part):
             return part  # type: ignore[return-value]
         try:
-            return absent.needed(part, what, expr.span)  # type: ignore[arg-type]
+            return absent_names.needed(part, what, expr.span)  # type: ignore[arg-type]
         except AttnDSLError as error:
             self._error(error)
             return None
@@ -151,7 +151,7 @@ class Inliner:
         if isinstance(expr, s.Group):
             return self.value(expr.inner)
         if isinstance(expr, s.Number):
-            return promote.literal(expr.text, expr.span)
+            return promotion.literal(expr.text, expr.span)
         if isinstance(expr, s.Name):
             return self._name(expr)
         if isinstance(expr, s.Binary):
@@ -160,7 +160,7 @@ class Inliner:
             operand = self.part(expr.operand)
             if operand is None:
                 return None
-            return absent.unary(expr.op, operand, expr.operand.span, self._here(expr.span))
+            return absent_names.unary(expr.op, operand, expr.operand.span, self._here(expr.span))
         if isinstance(expr, s.Compare):
             return self._compare(expr)
         if isinstance(expr, s.Ternary):
@@ -171,8 +171,8 @@ class Inliner:
             raise RankError("':' is no index of a pair's element", expr.span, _WHOLE)
         return self._call(expr)
 
-    def _here(self, span: Span) -> Place:
-        return Place(span, self.scope.score)
+    def _here(self, span: Span) -> OperandPlace:
+        return OperandPlace(span, self.scope.score)
 
     def _ternary(self, expr: s.Ternary) -> Part | None:
         condition = self.part(expr.condition)
@@ -183,16 +183,16 @@ class Inliner:
         if condition is None or yes is None or no is None:
             return None
         if isinstance(condition, Node):
-            promote.need_bool(condition, expr.condition.span, "the condition of if")
+            promotion.need_bool(condition, expr.condition.span, "the condition of if")
             if isinstance(yes, Node) and isinstance(no, Node):
-                return promote.where(condition, yes, no, expr.span)
-        return absent.where(condition, yes, no, self._here(expr.span))
+                return promotion.where(condition, yes, no, expr.span)
+        return absent_names.where(condition, yes, no, self._here(expr.span))
 
     def _known(self, condition: Part | None) -> bool | None:
         """Value of a condition for all pairs, if names are absent and it is known."""
         if condition is None or not self.scope.lacking:
             return None
-        return absent.known(condition)
+        return absent_names.known(condition)
 
     def _name(self, expr: s.Name, declare: str | None = None) -> Value | None:
         """The meaning of a name.
@@ -225,7 +225,7 @@ class Inliner:
             return ir.size(name, expr.span)
         if name in CONSTANTS:
             return CONSTANTS[name]
-        builtin = name in functions.NAMES or name in (contraction.NAME, absent.NAME)
+        builtin = name in builtin_functions.NAMES or name in (contraction.NAME, absent_names.NAME)
         if name in self.scope.definitions or builtin or name in prelude_names():
             raise NameResolutionError(f"'{name}' is a function", expr.span, f"call it: {name}(...)")
         raise NameResolutionError(
@@ -238,7 +238,8 @@ class Inliner:
 
     def _function_names(self) -> list[str]:
         return [
-            *self.scope.definitions, *sorted(functions.NAMES), contraction.NAME, absent.NAME,
+            *self.scope.definitions, *sorted(builtin_functions.NAMES), contraction.NAME,
+            absent_names.NAME,
             *prelude_names(),
         ]  # fmt: skip
 
@@ -249,7 +250,7 @@ class Inliner:
         elsewhere = hints.of_name(name)
         if elsewhere is not None:
             return elsewhere
-        meant = slips.meant(name, self._value_names())
+        meant = misspellings.meant(name, self._value_names())
         if meant is not None:
             return f"did you mean '{meant}'?"
         if declare is not None:
@@ -257,7 +258,7 @@ class Inliner:
         many = len(self.errors) >= MAX_ERRORS
         kind = DType.FLOAT if many else likely(self.scope.wanted.types(name))
         declare = hints.of_value(name, kind.value)
-        meant = slips.meant(name, self._function_names())
+        meant = misspellings.meant(name, self._function_names())
         if meant is None:
             return declare
         if kind is DType.BOOL:
@@ -277,7 +278,7 @@ class Inliner:
             self._expansions += 1
             if total is not None and right is not None:
                 spans = (link.left.span, link.right.span)
-                total = absent.binary(link.op, total, right, spans, self._here(link.span))
+                total = absent_names.binary(link.op, total, right, spans, self._here(link.span))
             else:
                 total = None
         return total
@@ -300,9 +301,9 @@ class Inliner:
         ):
             if a is None or b is None:
                 return None
-            link = absent.compare(op, a, b, (x.span, y.span), here)
+            link = absent_names.compare(op, a, b, (x.span, y.span), here)
             if result is not None:
-                link = absent.conjunction(result, link, (expr.span, expr.span), here)
+                link = absent_names.conjunction(result, link, (expr.span, expr.span), here)
             result = link
         return result
 
@@ -345,7 +346,7 @@ class Inliner:
             if index is None:
                 return None
             if not isinstance(index, Node):
-                absent.needed(index, "an index", written.span)
+                absent_names.needed(index, "an index", written.span)
                 return None
             if index.dtype is not DType.INT:
                 raise TypeMismatchError(
@@ -377,7 +378,7 @@ class Inliner:
             rows.append((self._lookup(row, row.indices[:-1]), row.span))
         gone = [row for row, _ in rows if isinstance(row, Gone)]
         if gone:
-            return absent.through(gone, self._here(expr.span))
+            return absent_names.through(gone, self._here(expr.span))
         found = [(*row, span) for row, span in rows if isinstance(row, tuple)]
         if len(found) < 2:
             return None
@@ -389,7 +390,9 @@ class Inliner:
         refuse_keywords(expr)
         written = expr.args[0] if len(expr.args) == 1 else None
         if not isinstance(written, s.Name):
-            raise RankError("given asks for one name", expr.span, functions.FORMS[absent.NAME])
+            raise RankError(
+                "given asks for one name", expr.span, builtin_functions.FORMS[absent_names.NAME]
+            )
         value = self._name(written, hints.of_optional(written.name))
         name = written.name
         in_frame = bool(self._frames) and name in self._frames[-1]
@@ -399,8 +402,8 @@ class Inliner:
                 written.span,
                 f"declare it with '= none', or drop given({name})",
             )
-        if isinstance(value, Rest):
-            absent.needed(value, f"given({name})", written.span)
+        if isinstance(value, RemainingOperands):
+            absent_names.needed(value, f"given({name})", written.span)
         return ir.const(not isinstance(value, Gone), expr.span)
 
     def _builtin(self, expr: s.FunctionCall, args: list[Value | None]) -> Part | None:
@@ -413,11 +416,11 @@ class Inliner:
         here = self._here(expr.span)
 
         def make(nodes: list[Node]) -> Node:
-            return functions.apply(expr.name, nodes, spans, expr.span)
+            return builtin_functions.apply(expr.name, nodes, spans, expr.span)
 
         if expr.name in ("min", "max", "clamp"):
-            return absent.choice(make, found, here)
-        return absent.apply(make, found, here, expr.name != "bool")
+            return absent_names.choice(make, found, here)
+        return absent_names.apply(make, found, here, expr.name != "bool")
 
     def _where(self, expr: s.FunctionCall) -> Part | None:
         """``where(condition, yes, no)``, where something is absent."""
@@ -430,13 +433,13 @@ class Inliner:
             return None
         if isinstance(condition, Node) and isinstance(yes, Node) and isinstance(no, Node):
             spans = [a.span for a in expr.args]
-            return functions.apply("where", [condition, yes, no], spans, expr.span)
-        return absent.where(condition, yes, no, self._here(expr.span))
+            return builtin_functions.apply("where", [condition, yes, no], spans, expr.span)
+        return absent_names.where(condition, yes, no, self._here(expr.span))
 
     def _call(self, expr: s.FunctionCall) -> Part | None:
         name = expr.name
         own = self.scope.definitions.get(name)
-        if own is None and name == absent.NAME:
+        if own is None and name == absent_names.NAME:
             return self._given(expr)
         if own is None and name == contraction.NAME:
             refuse_keywords(expr)
@@ -445,7 +448,7 @@ class Inliner:
             refuse_keywords(expr)
             return self._where(expr)
         args = [self.value(arg) for arg in (*expr.args, *(k.value for k in expr.keywords))]
-        if own is None and name in functions.NAMES:
+        if own is None and name in builtin_functions.NAMES:
             return self._builtin(expr, args)
         definition = own or prelude_function(name)
         if definition is None:
@@ -478,7 +481,7 @@ class Inliner:
 
     def _unknown_function(self, expr: s.FunctionCall) -> AttnDSLError:
         name = expr.name
-        if name in functions.REDUCTIONS:
+        if name in builtin_functions.REDUCTIONS:
             return NameResolutionError(
                 f"'{name}' would reduce over a tensor, but a program speaks of one pair",
                 expr.span,

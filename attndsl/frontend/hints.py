@@ -1,14 +1,11 @@
-"""Hints for people who write Python, torch or FlexAttention, with the words of this language.
-
-Non-goals: finding errors. These are words for errors that others have found.
-"""
+"""Hints for people who write Python, torch or FlexAttention, with the words of this language."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
-from .reserved import is_reserved
+from .reserved_names import is_reserved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

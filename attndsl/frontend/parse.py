@@ -1,7 +1,4 @@
-"""Text to surface tree. All syntax errors of a program come at once, one a statement.
-
-Non-goals: names and types.
-"""
+"""Text to surface tree. All syntax errors of a program come at once, one a statement."""
 
 from __future__ import annotations
 
@@ -190,9 +187,9 @@ class _Builder:
         if tree.data == "param":
             name, dtype = self.name(parts[0]), self.name(parts[1])
             if _is_none(parts[-1]):
-                return s.Param(name, dtype, None, name.span.to(self.span(parts[-1])), True)
+                return s.ParamDef(name, dtype, None, name.span.to(self.span(parts[-1])), True)
             default = self.expr(parts[2]) if len(parts) > 2 else None
-            return s.Param(
+            return s.ParamDef(
                 name, dtype, default, name.span.to(default.span if default else dtype.span)
             )
         if tree.data == "tensor":
@@ -200,7 +197,7 @@ class _Builder:
             optional = _is_none(last)
             name, dtype = self.name(parts[0]), self.name(parts.pop() if optional else last)
             dims = tuple(map(self.expr, parts[1].children)) if len(parts) > 1 else ()
-            return s.Tensor(name, dims, dtype, name.span.to(self.span(last)), optional)
+            return s.TensorDef(name, dims, dtype, name.span.to(self.span(last)), optional)
         if tree.data == "define":
             names = tuple(map(self.name, parts[1].children)) if len(parts) > 2 else ()
             body = self.expr(parts[-1])

@@ -1,8 +1,6 @@
 """Cut a program's text into statements, and refuse at once a text that is too large or no text.
 
 Statements end at a newline outside brackets or at ``;``; ``#`` comments run to the end of the line.
-
-Non-goals: the grammar within a statement.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class Import:
 
 
 @dataclass(frozen=True, slots=True)
-class Param:
+class ParamDef:
     """``param NAME: TYPE [= literal]``, or ``= none``."""
 
     name: Name
@@ -212,7 +212,7 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorDef:
     """``tensor NAME[dim, ...]: TYPE [= none]``."""
 
     name: Name
@@ -250,16 +250,16 @@ class Bare:
     span: Span
 
 
-Statement = Import | Param | Tensor | Define | Assign | Bare
+Statement = Import | ParamDef | TensorDef | Define | Assign | Bare
 
 
 def expressions(statement: Statement) -> tuple[Expr, ...]:
     """The expressions of a statement."""
     if isinstance(statement, Import):
         return ()
-    if isinstance(statement, Param):
+    if isinstance(statement, ParamDef):
         return () if statement.default is None else (statement.default,)
-    if isinstance(statement, Tensor):
+    if isinstance(statement, TensorDef):
         return statement.dims
     return (statement.body if isinstance(statement, Define) else statement.value,)
 

@@ -1,8 +1,6 @@
 """Texts of version 0.1 as texts of today: calls that read the score are told of it.
 
 Nothing else of a text changes, so comments and layout stay, and a text of today is left alone.
-
-Non-goals: what files hold the texts; programs with errors of syntax.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from attndsl.errors import TypeMismatchError, raise_all
 
 from . import parsed
-from .former import Insertion, former_calls, hides_score, inserted, insertions
+from .legacy_calls import Insertion, former_calls, hides_score, inserted, insertions
 
 if TYPE_CHECKING:
     from attndsl.source import Source

@@ -2,8 +2,6 @@
 
 Words, symbols and the forms of numbers and names are read from the grammar itself. Names are those
 of the tables that the checker uses, so that what is shown cannot fall behind what is understood.
-
-Non-goals: what a name means within one program.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from attndsl import ir
 from attndsl.foundation.caches import memoised
 
-from . import absent, contraction, functions
+from . import absent_names, builtin_functions, contraction
 from .prelude import prelude_names
-from .reserved import ALWAYS, CONSTANTS, TARGETS
+from .reserved_names import ALWAYS, CONSTANTS, TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -105,7 +103,7 @@ def kinds() -> Mapping[str, Kind]:
 
     ``int``, ``float`` and ``bool`` are types here, and functions where a bracket follows.
     """
-    builtin = {*functions.NAMES, *FORMS_OF_WEIGHTS, contraction.NAME, absent.NAME}
+    builtin = {*builtin_functions.NAMES, *FORMS_OF_WEIGHTS, contraction.NAME, absent_names.NAME}
     groups = (
         (prelude_names(), Kind.PRELUDE),
         (builtin, Kind.FUNCTION),

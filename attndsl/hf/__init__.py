@@ -16,6 +16,6 @@ if find_spec("transformers") is None:
         hint="pip install 'attndsl[hf]'",
     )
 
-from .registering import register
+from .registration import register
 
 __all__ = ["register"]

@@ -10,13 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .calls import Sharded
-    from .context import ContextParallel
-    from .costs import Machine, Shape
+    from .context_parallel import ContextParallel
+    from .cp_call import Sharded
+    from .plan_costs import Machine, Shape
 
 __all__ = ["ContextParallel", "Machine", "Shape", "Sharded"]
 _HOMES = {
-    "ContextParallel": ".context", "Machine": ".costs", "Shape": ".costs", "Sharded": ".calls",
+    "ContextParallel": ".context_parallel", "Machine": ".plan_costs", "Shape": ".plan_costs",
+    "Sharded": ".cp_call",
 }  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -21,11 +21,11 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from attndsl.call.argument_checks import autocast, check_names, check_operands, is_wide
 from attndsl.call.options import Location
 from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
 from attndsl.ir import Op
-from attndsl.passes.localise import VARIABLE_OF, other_lookup
-from attndsl.runtime.arguments import autocast, check_names, check_operands, is_wide
+from attndsl.passes.sub_program import VARIABLE_OF, other_lookup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import Node, const, rebuild, sides, toposort
 
-from .localise import places_of
+from .sub_program import places_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -7,8 +7,6 @@ both shares the work (``tanh`` gives ``1 - t * t`` with the same ``t``).
 The gradient at kinks is 0 for ``abs``, ``sign`` and ``relu`` at 0; ``min`` and ``max`` split ties;
 rounding, ``//``, ``%``, comparisons and casts to int have gradient 0. A branch of ``where`` that is
 not taken contributes 0 even where its derivative is infinite or NaN.
-
-Non-goals: simplifying the result.
 """
 
 from __future__ import annotations

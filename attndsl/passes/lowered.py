@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .widen import Widened, widen
+from .fold_dots import Widened, widen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from attndsl.ir import Node, Program
 
     from .differentiate import Derivative
-    from .place import Placed
+    from .fold_dots import DotTerm
+    from .split_score import Placed
     from .tiles.sparsity import Sparsity
-    from .widen import Term
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Contractions:
     wide: Lowered | None
     """The same program without them: its raw score is the other's plus ``terms``, and its score the
     other's plus ``row``. None where they do not only add."""
-    terms: tuple[Term, ...] = ()
+    terms: tuple[DotTerm, ...] = ()
     row: Node | None = None
     """FLOAT; what is added to whole rows, which a softmax does not see."""
     why_not: str = ""

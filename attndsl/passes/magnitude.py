@@ -2,7 +2,7 @@
 
 Of a soft cap the bound is known when a program is compiled: a softmax of such scores needs no
 maximum to be subtracted. Of a sine's argument it is known as soon as positions have bounds
-(:mod:`.angles`). NaN counts as no value; whoever computes with it gets it back.
+(:mod:`.trig_ranges`). NaN counts as no value; whoever computes with it gets it back.
 
 Non-goals: bounds of captures, lookups and counts, and of sums that cancel.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from attndsl.ir import Node
 
-    from .widths import Range
+    from .int_ranges import Range
 
 Interval = tuple[float, float]
 """The least and the greatest value."""

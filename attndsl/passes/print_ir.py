@@ -1,8 +1,6 @@
 """IR as program text: parsing and checking the text gives back the same nodes.
 
 Shared nodes and deep ones become locals, so that the text is as long as the DAG, not as the tree.
-
-Non-goals: the text that the program was written as (see ``frontend/format.py`` for that).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Node, Op, cast, node, reads_score, substitute, toposort
 
+from .int_ranges import INT64, POSITION_LIMIT, fits
 from .simplify import simplify
-from .widths import INT64, POSITION_LIMIT, fits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,8 +4,6 @@ Every rule keeps the value bit for bit, NaN and signed zeros included, on all in
 arithmetic is never reassociated, and ``x + 0.0`` stays (it turns -0.0 into 0.0). Integer sums are
 brought to a normal form by :mod:`attndsl.passes.sympy_bridge` where terms cancel, which is exact
 modulo 2**64.
-
-Non-goals: common subexpressions (nodes are hash-consed), and choosing where to compute what.
 """
 
 from __future__ import annotations

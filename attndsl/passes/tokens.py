@@ -2,9 +2,7 @@
 
 In a call that is no part, row ``q`` of entry ``b`` is token ``b * q_len + q``: backends get that.
 Where logical positions are no rows, or where requests are packed, a token is something else, and
-:mod:`.localise` starts from the program as it was written.
-
-Non-goals: what a token is in such a part.
+:mod:`.sub_program` starts from the program as it was written.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ one of them by a file's suffix. Only PNG and PDF files need matplotlib.
 from __future__ import annotations
 
 from .data import PictureData, picture_data
-from .files import check_path, write
 from .highlight import highlighted
-from .page import Picture, program_html, table_html
-from .plain import text
+from .image_files import check_path, write
+from .notebook_display import Picture, program_html, table_html
 from .raster import png
+from .text_picture import text
 from .vector import svg
 
 __all__ = [

@@ -11,7 +11,7 @@ from attndsl.backends.dense.interpret import evaluate
 from attndsl.ir import SCORE, const, reads_score, substitute
 
 if TYPE_CHECKING:
-    from attndsl.backends.dense.interpret import Scope
+    from attndsl.backends.dense.interpret import LeafValues
     from attndsl.pipeline import Lowered
 
 _RANGES = (10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -63,7 +63,7 @@ class Curve:
         return f"{self.caption}: {', '.join(shown)}"
 
 
-def curve_of(lowered: Lowered, scope: Scope, pairs: torch.Tensor) -> Curve | None:
+def curve_of(lowered: Lowered, scope: LeafValues, pairs: torch.Tensor) -> Curve | None:
     """The curve of one head, at a pair that takes part if there is one.
 
     None where the program adds to the raw score, if anything: that is a straight line.

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Part
-from attndsl.backends.dense.interpret import Scope, evaluate
+from attndsl.backends.dense.interpret import LeafValues, evaluate
 from attndsl.backends.tiled.tile_kinds import Grid, grid_of, kinds_by_bounds
+from attndsl.call.bind import bind
+from attndsl.call.call_slice import plain_int
 from attndsl.call.options import LOCATION, WHOLE
+from attndsl.call.sub_calls import localised
+from attndsl.call.value_checks import check_values
 from attndsl.errors import ArgumentError
 from attndsl.ir import reads_score
 from attndsl.passes.print_ir import print_program
-from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
-from attndsl.runtime.bind import bind
-from attndsl.runtime.location import plain_int
-from attndsl.runtime.parts import localised
-from attndsl.runtime.values import check_values
+from attndsl.passes.tiles.tile_plan import EMPTY, FULL, PARTIAL
 
 from .curve import curve_of
 
@@ -288,7 +288,7 @@ def _look(
     )
 
 
-def _only(scope: Scope, b: int, h: int) -> Scope:
+def _only(scope: LeafValues, b: int, h: int) -> LeafValues:
     """``scope`` for one head of one batch entry."""
     found = dict(scope.variables)
     for name, dim, index in (("b", 0, b), ("h", 1, h), ("hkv", 1, h)):
@@ -296,7 +296,9 @@ def _only(scope: Scope, b: int, h: int) -> Scope:
     return replace(scope, variables=found)
 
 
-def _pairs(lowered: Lowered, scope: Scope, raw_score: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _pairs(
+    lowered: Lowered, scope: LeafValues, raw_score: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask of live pairs, and their scores, NaN elsewhere: (q_len, kv_len) each."""
     program = lowered.program
     q, kv = scope.variables["q"], scope.variables["kv"]

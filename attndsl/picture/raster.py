@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.source import shorten
 
-from .plain import ascii_only
+from .text_picture import ascii_only
 from .vector import DEAD, INK, KIND_COLOURS, ODD, PAPER, SCALE
 
 if TYPE_CHECKING:

@@ -11,35 +11,35 @@ from attndsl.api import Options, compile_source
 from attndsl.call.options import Location
 from attndsl.errors import AttnDSLError, ProgramErrors
 from attndsl.frontend.format import format_source
+from attndsl.inspection.example_captures import make_captures, make_for_picture
 from attndsl.ir import DType, leaf_names
-from attndsl.made_up import make_captures, make_for_picture
 from attndsl.passes.print_ir import print_derivative
-from attndsl.passes.tiles.describe import print_tiles
+from attndsl.passes.tiles.plan_text import print_tiles
 from attndsl.picture import picture_data, svg
-from attndsl.runtime.programs import pointing_into
+from attndsl.runtime.program_store import pointing_into
 from attndsl.source import Source
 
-from .records import (
+from .messages import (
     ABSENT,
     Answer,
-    Asked,
     DetailsAnswer,
     HalfType,
-    Kind,
+    PageRequest,
     ParamField,
     PictureAnswer,
-    Problem,
+    RequestKind,
     TextAnswer,
+    TextProblem,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from attndsl.api import Attention
+    from attndsl.inspection.example_captures import MadeUp
     from attndsl.ir import Program
-    from attndsl.made_up import MadeUp
 
-    from .records import Number, View
+    from .messages import Number, PictureCall
 
 _BLOCKS = (128, 64)
 """Tiles that loops are shown for: those of ``attndsl show --stage tiles``."""
@@ -52,7 +52,7 @@ _DTYPES = {
 }
 
 
-def answer(asked: Asked) -> Answer:
+def answer(asked: PageRequest) -> Answer:
     """The result of ``asked``, or all that is wrong with its program or its settings.
 
     Raises nothing for any text: a failure of the compiler is a problem like any other.
@@ -67,27 +67,27 @@ def answer(asked: Asked) -> Answer:
     except MemoryError:
         return Answer((_MEMORY,))
     except RecursionError:
-        return Answer((Problem("the program nests too deeply", "split it into local names"),))
+        return Answer((TextProblem("the program nests too deeply", "split it into local names"),))
     except Exception as error:
         if isinstance(error, RuntimeError) and "memory" in str(error):
             return Answer((_MEMORY,))
         said = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-        return Answer((Problem(f"the compiler failed: {said}", "please report this program"),))
+        return Answer((TextProblem(f"the compiler failed: {said}", "please report this program"),))
 
 
-_MEMORY = Problem("this takes more memory than the page may use", "give shorter lengths")
+_MEMORY = TextProblem("this takes more memory than the page may use", "give shorter lengths")
 
 
-def problem(error: AttnDSLError, source: Source) -> Problem:
+def problem(error: AttnDSLError, source: Source) -> TextProblem:
     """``error`` for people who look at the text of ``source``."""
     span = error.span
     if span is None:
-        return Problem(error.message, error.hint)
+        return TextProblem(error.message, error.hint)
     place = f"line {span.line}, column {span.column}"
     if span.source.text != source.text:  # Of the prelude.
-        return Problem(error.message, error.hint, where=f"{span.source.name}, {place}")
+        return TextProblem(error.message, error.hint, where=f"{span.source.name}, {place}")
     start, end = (_units(source.text[:offset]) for offset in (span.start, span.end))
-    return Problem(error.message, error.hint, start, end, place)
+    return TextProblem(error.message, error.hint, start, end, place)
 
 
 def _units(text: str) -> int:
@@ -95,7 +95,7 @@ def _units(text: str) -> int:
     return len(text) + sum(character > "\uffff" for character in text)
 
 
-def _picture(asked: Asked, source: Source) -> PictureAnswer:
+def _picture(asked: PageRequest, source: Source) -> PictureAnswer:
     whole = compile_source(source, {}, Options("reference"))
     attention = _present(whole, asked)
     lowered, view = attention.lowered, asked.view
@@ -119,7 +119,7 @@ def _picture(asked: Asked, source: Source) -> PictureAnswer:
     )
 
 
-def _details(asked: Asked, source: Source) -> DetailsAnswer:
+def _details(asked: PageRequest, source: Source) -> DetailsAnswer:
     attention = _present(compile_source(source, {}, Options()), asked)
     lowered, view = attention.lowered, asked.view
     program, trouble, costs, made_up = lowered.program, None, "", ""
@@ -141,7 +141,9 @@ def _details(asked: Asked, source: Source) -> DetailsAnswer:
     )
 
 
-def _explained(attention: Attention, view: View, given: Mapping[str, Number]) -> tuple[str, str]:
+def _explained(
+    attention: Attention, view: PictureCall, given: Mapping[str, Number]
+) -> tuple[str, str]:
     """Text of ``explain`` at the lengths of ``view``, and the captures that were made up for it."""
     n, program = view.cost_len, attention.lowered.program
     sizes = {**_sizes(view), "q_len": n, "kv_len": n}
@@ -160,7 +162,7 @@ def _explained(attention: Attention, view: View, given: Mapping[str, Number]) ->
     return text, ", ".join(said)
 
 
-def _kernel(asked: Asked, source: Source) -> TextAnswer:
+def _kernel(asked: PageRequest, source: Source) -> TextAnswer:
     attention = _present(compile_source(source, {}, Options()), asked)
     chosen = asked.kernel
     given = _given(attention.lowered.program, asked.params)
@@ -172,26 +174,28 @@ def _kernel(asked: Asked, source: Source) -> TextAnswer:
     return TextAnswer(text)
 
 
-def _layout(asked: Asked, source: Source) -> TextAnswer:
+def _layout(asked: PageRequest, source: Source) -> TextAnswer:
     return TextAnswer(format_source(source.text))
 
 
-_WAYS: dict[Kind, Callable[[Asked, Source], PictureAnswer | DetailsAnswer | TextAnswer]] = {
-    Kind.PICTURE: _picture,
-    Kind.DETAILS: _details,
-    Kind.KERNEL: _kernel,
-    Kind.LAYOUT: _layout,
+_WAYS: dict[
+    RequestKind, Callable[[PageRequest, Source], PictureAnswer | DetailsAnswer | TextAnswer]
+] = {
+    RequestKind.PICTURE: _picture,
+    RequestKind.DETAILS: _details,
+    RequestKind.KERNEL: _kernel,
+    RequestKind.LAYOUT: _layout,
 }
 
 
-def _sizes(view: View) -> dict[str, int]:
+def _sizes(view: PictureCall) -> dict[str, int]:
     return {
         "batch": view.batch, "heads": view.heads, "kv_heads": view.kv_heads,
         "q_len": view.q_len, "kv_len": view.kv_len, "head_dim": _HEAD_DIM,
     }  # fmt: skip
 
 
-def _present(attention: Attention, asked: Asked) -> Attention:
+def _present(attention: Attention, asked: PageRequest) -> Attention:
     """The program without the params that ``asked`` leaves out. All other captures are there."""
     program = attention.lowered.program
     absent = {name for name, value in asked.params.items() if value is None}

@@ -6,9 +6,9 @@ import re
 from importlib import resources
 from typing import NamedTuple
 
-from attndsl.frontend.functions import NAMES
+from attndsl.frontend.builtin_functions import NAMES
 from attndsl.frontend.prelude import prelude_names
-from attndsl.frontend.reserved import ALWAYS
+from attndsl.frontend.reserved_names import ALWAYS
 
 _OF_PRELUDE = {
     "causal": "mask = causal()",
@@ -159,21 +159,21 @@ class Example(NamedTuple):
     text: str
 
 
-class Group(NamedTuple):
+class ExampleGroup(NamedTuple):
     """Examples of one kind."""
 
     name: str
     examples: tuple[Example, ...]
 
 
-def examples() -> tuple[Group, ...]:
+def examples() -> tuple[ExampleGroup, ...]:
     """All examples: whole programs first, then one for each function of the prelude."""
     prelude = resources.files("attndsl.grammar").joinpath("prelude.attn").read_text("utf-8")
     said = {name: comment for comment, name in _DEFINITION.findall(prelude)}
     functions = (Example(name, f"{said[name]}{text}\n") for name, text in _OF_PRELUDE.items())
     return (
-        Group("Programs", tuple(Example(*pair) for pair in _WHOLE.items())),
-        Group("Functions of the prelude", tuple(functions)),
+        ExampleGroup("Programs", tuple(Example(*pair) for pair in _WHOLE.items())),
+        ExampleGroup("Functions of the prelude", tuple(functions)),
     )
 
 

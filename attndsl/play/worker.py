@@ -20,8 +20,16 @@ from typing import IO
 import torch
 
 from attndsl.play.answers import answer
-from attndsl.play.helpers import PATIENT
-from attndsl.play.records import MOST_ANSWER, Answer, Asked, Kind, Problem, View, read_asked
+from attndsl.play.messages import (
+    MOST_ANSWER,
+    Answer,
+    PageRequest,
+    PictureCall,
+    RequestKind,
+    TextProblem,
+    read_asked,
+)
+from attndsl.play.worker_pool import PATIENT
 
 FORKS = sys.platform == "linux"
 MEMORY = 1 << 30
@@ -40,7 +48,7 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
         given = json.loads(line)
         text = _as_line(given["number"], answer(read_asked(given["asked"])))
         if len(text) > MOST_ANSWER:
-            long = Problem("this is too long to show", "run the command instead of the page")
+            long = TextProblem("this is too long to show", "run the command instead of the page")
             text = _as_line(given["number"], Answer((long,)))
         if hasattr(signal, "alarm"):
             signal.alarm(0)
@@ -89,8 +97,8 @@ def warm_up() -> None:
     """Have everything imported and read that an answer needs: sympy alone takes a second."""
     text = "param w: int = 4\ntensor t[heads]: float\nscore = softcap(score, t[h])\n"
     text += "mask = causal() and q - kv < w + 1 + w + 1"  # A sum that sympy is imported for.
-    for kind in Kind:
-        answer(Asked(kind, text, view=View(q_len=8, kv_len=8, cost_len=64)))
+    for kind in RequestKind:
+        answer(PageRequest(kind, text, view=PictureCall(q_len=8, kv_len=8, cost_len=64)))
 
 
 def _limit_memory() -> None:

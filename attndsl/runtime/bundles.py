@@ -23,13 +23,13 @@ import sysconfig
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attndsl.backends.entries import Entry
+from attndsl.backends.cache_entries import Entry
 from attndsl.backends.key import version_of
 from attndsl.errors import ConfigError
-from attndsl.fingerprint import source_fingerprint
-from attndsl.reading import read_bytes
+from attndsl.foundation.bounded_io import read_bytes
+from attndsl.foundation.fingerprint import source_fingerprint
 
-from .cache import EntryInfo, described_entry, reason, verified_entry
+from .disk_cache import EntryInfo, described_entry, reason, verified_entry
 from .owned_folder import open_folder
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _NAMES = re.compile(
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class File(NamedTuple):
+class BundleFile(NamedTuple):
     """Size and SHA-256 that a bundle records of one of its files."""
 
     bytes: int
@@ -88,7 +88,7 @@ class Bundle:
     digest: str
     targets: tuple[str, ...]
     versions: Versions
-    files: Mapping[str, File]
+    files: Mapping[str, BundleFile]
     driver: str | None
     """The module of Triton's driver, among the launchers."""
     twins: Mapping[str, str]
@@ -181,7 +181,7 @@ class Bundle:
         file = self._file(name)
         return _held(file, name, read_bytes(self.folder / name, file.bytes, pipes=False))
 
-    def _file(self, name: str) -> File:
+    def _file(self, name: str) -> BundleFile:
         if name not in self.files:
             raise ValueError(f"it has no file {name!r}")
         return self.files[name]
@@ -267,7 +267,7 @@ def open_bundle(folder: Path, demanded: str | None = None, trusted: bool = False
         ) from error
 
 
-def _held(file: File, name: str, content: bytes) -> bytes:
+def _held(file: BundleFile, name: str, content: bytes) -> bytes:
     """``content``, if it is that of the file that was built."""
     if len(content) != file.bytes or hashlib.sha256(content).hexdigest() != file.sha256:
         raise ValueError(f"{name} is not the file that was built")
@@ -282,7 +282,7 @@ def _bundle(folder: Path, digest: str, found: dict[str, Any]) -> Bundle:
     """
     if found["format"] != FORMAT:
         raise ValueError("it is of another format")
-    files = {name: File(x["bytes"], x["sha256"]) for name, x in found["files"].items()}
+    files = {name: BundleFile(x["bytes"], x["sha256"]) for name, x in found["files"].items()}
     for name, file in files.items():
         if not is_name(name):
             raise ValueError(f"{name[:80]!r} is no name of a file in a bundle")

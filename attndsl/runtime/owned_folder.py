@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attndsl.errors import ConfigError
-from attndsl.reading import read_open_file
+from attndsl.foundation.bounded_io import read_open_file
 
 if TYPE_CHECKING:
     from types import TracebackType

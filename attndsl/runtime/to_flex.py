@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.call.call_slice import CallSizes, sizes_of_whole
+from attndsl.call.meta_call import call_of_lengths
 from attndsl.call.options import Location
+from attndsl.call.sub_calls import localised
 from attndsl.errors import UnsupportedError
+from attndsl.inspection.tile_search import find_tiles, needs_score
 from attndsl.ir import Op, const, dependencies, node, toposort
 
-from .lengths import call_of_lengths
-from .location import Sizes, sizes_of_whole
-from .parts import localised
-from .tiles import find_tiles, needs_score
 from .torch_source import torch_function
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def flex_functions(
         **{name: options[name] for name in _PLACES if name in options},
         **sizes_of_whole(options.get("whole_sizes")),
     )
-    given = Sizes(*sizes, options.get("kv_heads"), options.get("head_dim", 64))
+    given = CallSizes(*sizes, options.get("kv_heads"), options.get("head_dim", 64))
     call = call_of_lengths(lowered, given, captures, location, options.get("device"))
     lowered, call = localised(lowered, call)
     program = lowered.program

@@ -1,8 +1,6 @@
 """Expressions as Python functions of 0-d torch tensors, one statement a node.
 
 For torch's own ``flex_attention``, whose compiler reads Python; sizes and numbers are written in.
-
-Non-goals: text for people (see ``passes/print_ir.py`` for that).
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def torch_function(
     """
     taken = {name, "torch", *arguments}
     own = {key: _free(key, taken) for key in tensors}
-    writer = _Writer(leaves, numbers, tensors, own)
+    writer = _TorchWriter(leaves, numbers, tensors, own)
     result = writer.write(root)
     captured = ["torch", *own.values()]
     lines = [
@@ -77,7 +75,7 @@ def _compiled(text: str) -> Any:
     return names["make"]
 
 
-class _Writer:
+class _TorchWriter:
     def __init__(
         self,
         leaves: Mapping[str, str],

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 from attndsl.backends.base import Backward, Wants
+from attndsl.call.argument_checks import learned
 from attndsl.errors import BackendError, UnsupportedError
 from attndsl.foundation.caches import CACHES, Reason
-
-from .arguments import learned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attndsl.call.argument_checks import autocast, check_scale
 from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
-from attndsl.runtime.arguments import autocast, check_scale
 
-from .call import Capture, attend
-from .checks import (
+from .mask_captures import capture_mask
+from .nested_tensors import attend_jagged
+from .sdpa_call import MaskCapture, attend
+from .sdpa_checks import (
     broadcast_leading,
     check_dropout,
     check_key_lengths,
     check_operands,
     kv_heads,
 )
-from .jagged import attend_jagged
-from .masks import capture_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
@@ -106,7 +106,7 @@ def scaled_dot_product_attention(
         leading, q, k, v = _four_dims(query, key, value, enable_gqa)
         heads = () if query.dim() == key.dim() == value.dim() == 2 else q.shape[1:2]
         full = (*leading, *heads, query.shape[-2], key.shape[-2])
-    captures: tuple[Capture, ...] = ()
+    captures: tuple[MaskCapture, ...] = ()
     if attn_mask is not None:
         captures = (capture_mask("attn_mask", attn_mask, full, query.device),)
     out = attend(q, k, v, reach, captures, dropout_p, scale)

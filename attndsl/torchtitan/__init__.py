@@ -27,7 +27,7 @@ except ImportError as error:
         hint="pip install torchtitan==0.3.0; versions 0.2 have other attention modules",
     ) from error
 
-from .attention import Attention
+from .attention_module import Attention
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -1,7 +1,4 @@
-"""torchtitan's trainer, for models whose sequences several processes share.
-
-Non-goals: which rows a process has (:mod:`.rows`); what cannot be shared (:mod:`.sharing`).
-"""
+"""torchtitan's trainer, for models whose sequences several processes share."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from torchtitan import trainer as titan
 from torchtitan.components import validate
 from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 
-from .rows import Rows
-from .shared import Shared
-from .sharing import layout_of, shape_of, shared
+from .shared_attention import Shared
+from .shared_batches import SharedRows
+from .sharing_config import layout_of, shape_of, shared
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +44,12 @@ class Trainer(titan.Trainer):  # type: ignore[misc]
         if config.parallelism.context_parallel_degree > 1:
             config = shared(config, Validator)
         super().__init__(config)
-        self._rows: Rows | None = None
+        self._rows: SharedRows | None = None
         if self.parallel_dims.cp_enabled:
             modules = _modules(self.model_parts[0])
             layout = layout_of(config.parallelism.context_parallel_load_balancer)
             mesh = self.parallel_dims.get_mesh("cp")
-            self._rows = Rows(mesh, layout, modules, shape_of(config))
+            self._rows = SharedRows(mesh, layout, modules, shape_of(config))
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
@@ -67,7 +64,7 @@ class Trainer(titan.Trainer):  # type: ignore[misc]
             Inputs, labels, and what else the model takes.
 
         Raises:
-            AttnDSLError: As of :meth:`.rows.Rows.share`.
+            AttnDSLError: As of :meth:`.shared_batches.SharedRows.share`.
         """
         if self._rows is None:
             found: tuple[Any, Any, dict[str, Any]]

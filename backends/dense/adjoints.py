@@ -17,14 +17,14 @@ from attndsl.passes.differentiate import vjp
 
 from ..log_sum import log_sum
 from .interpret import evaluate, gated
-from .pairs import group, own_weights, ungroup, where_live
+from .row_blocks import group, own_weights, ungroup, where_live
 
 if TYPE_CHECKING:
     from attndsl.ir import Program
 
     from ..base import Backward, Call
-    from .interpret import Scope
-    from .pairs import Dense
+    from .interpret import LeafValues
+    from .row_blocks import Dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Adjoints:
     """Of the sink, of each row."""
     dropout: torch.Tensor | None
     """Of the probability of dropout."""
-    final: Scope
+    final: LeafValues
     """The scope of the program's own weights: the final score is its score."""
 
 

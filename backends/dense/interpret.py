@@ -26,19 +26,19 @@ import torch
 from attndsl.errors import ArgumentError
 from attndsl.ir import FLOAT_UNARY, DType, Op, sides, toposort
 
-from .pulled import pulled
-from .rows import elements_at, product_of_rows, rows_at
+from .row_lookups import elements_at, product_of_rows, rows_at
+from .vjp import pulled
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
 
     from ..base import Call
 
-Rule = Callable[["Node", tuple[torch.Tensor, ...], "Scope"], torch.Tensor]
+Rule = Callable[["Node", tuple[torch.Tensor, ...], "LeafValues"], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class LeafValues:
     """Values of the IR's leaves, each a tensor of four dims but for captured tensors."""
 
     variables: Mapping[str, torch.Tensor]
@@ -59,7 +59,7 @@ class Scope:
         return self.score.device
 
 
-def scope_of(call: Call, score: torch.Tensor) -> Scope:
+def scope_of(call: Call, score: torch.Tensor) -> LeafValues:
     """The scope of ``call``; floats get the dtype of ``score`` (batch, heads, q_len, kv_len)."""
     batch, heads, q_len, _ = call.q.shape
     kv_heads, kv_len = call.k.shape[1:3]
@@ -80,7 +80,7 @@ def scope_of(call: Call, score: torch.Tensor) -> Scope:
     h = steps(heads).reshape(1, heads, 1, 1)
     q = positions(q_len, call.q_offset, call.q_index)
     kv = positions(kv_len, call.kv_offset, call.kv_index)
-    return Scope(
+    return LeafValues(
         variables={
             "b": steps(batch).reshape(batch, 1, 1, 1),
             "h": h,
@@ -101,7 +101,7 @@ def scope_of(call: Call, score: torch.Tensor) -> Scope:
     )
 
 
-def evaluate(roots: tuple[Node, ...], scope: Scope) -> tuple[torch.Tensor, ...]:
+def evaluate(roots: tuple[Node, ...], scope: LeafValues) -> tuple[torch.Tensor, ...]:
     """The values of ``roots``; nodes that they share are computed once.
 
     Raises:
@@ -124,7 +124,7 @@ def evaluate(roots: tuple[Node, ...], scope: Scope) -> tuple[torch.Tensor, ...]:
 
 
 def sides_of(
-    product: Node, scope: Scope
+    product: Node, scope: LeafValues
 ) -> tuple[tuple[str, tuple[torch.Tensor, ...]], tuple[str, tuple[torch.Tensor, ...]]]:
     """The tensor's name and the indices of each side of a DOT."""
     left, right = sides(product)
@@ -133,7 +133,7 @@ def sides_of(
     return (left.name, found[:first]), (right.name, found[first:])
 
 
-def check_lookups(roots: tuple[Node, ...], scope: Scope, live: torch.Tensor) -> None:
+def check_lookups(roots: tuple[Node, ...], scope: LeafValues, live: torch.Tensor) -> None:
     """Refuse lookups that leave their tensor at a pair that takes part.
 
     Args:
@@ -154,7 +154,7 @@ def check_lookups(roots: tuple[Node, ...], scope: Scope, live: torch.Tensor) -> 
 
 
 def _check_places(
-    item: Node, name: str, indices: tuple[torch.Tensor, ...], scope: Scope, live: torch.Tensor
+    item: Node, name: str, indices: tuple[torch.Tensor, ...], scope: LeafValues, live: torch.Tensor
 ) -> None:
     tensor = scope.tensors[name]
     for dim, index in enumerate(indices):
@@ -265,7 +265,7 @@ def gated(seed: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
 
 
 def _guarded(function: Callable[..., torch.Tensor]) -> Rule:
-    def rule(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+    def rule(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch.Tensor:
         if torch.is_grad_enabled() and any(arg.requires_grad for arg in args):
             result: torch.Tensor = _ZeroStaysZero.apply(function, *args)  # type: ignore[no-untyped-call]
             return result
@@ -279,7 +279,7 @@ def _plain(function: Callable[..., torch.Tensor]) -> Rule:
 
 
 def _by_type(integer: Callable[..., torch.Tensor], floating: Rule) -> Rule:
-    def rule(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+    def rule(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch.Tensor:
         if item.dtype is DType.INT:
             return integer(*args)
         return floating(item, args, scope)
@@ -287,14 +287,14 @@ def _by_type(integer: Callable[..., torch.Tensor], floating: Rule) -> Rule:
     return rule
 
 
-def _full(value: bool | int | float, dtype: torch.dtype, scope: Scope) -> torch.Tensor:
+def _full(value: bool | int | float, dtype: torch.dtype, scope: LeafValues) -> torch.Tensor:
     if isinstance(value, float) and abs(value) > torch.finfo(dtype).max:
         # Torch refuses what it would round to infinity, or to the largest number.
         value = float(torch.tensor(value, dtype=torch.float64).to(dtype))
     return torch.full((1, 1, 1, 1), value, dtype=dtype, device=scope.device)
 
 
-def _torch_dtype(dtype: DType, scope: Scope) -> torch.dtype:
+def _torch_dtype(dtype: DType, scope: LeafValues) -> torch.dtype:
     return {DType.BOOL: torch.bool, DType.INT: torch.int64, DType.FLOAT: scope.dtype}[dtype]
 
 
@@ -302,20 +302,20 @@ def _param_dtype(value: bool | int | float) -> torch.dtype:
     return {bool: torch.bool, int: torch.int64}.get(type(value), torch.float64)
 
 
-def _const(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+def _const(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch.Tensor:
     assert isinstance(item.value, bool | int | float)
     return _full(item.value, _torch_dtype(item.dtype, scope), scope)
 
 
-def _size(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+def _size(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch.Tensor:
     return _full(scope.sizes[str(item.value)], torch.int64, scope)
 
 
-def _param(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+def _param(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch.Tensor:
     return scope.params[str(item.value)].to(_torch_dtype(item.dtype, scope))
 
 
-def _load(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+def _load(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch.Tensor:
     tensor = scope.tensors[str(item.value)]
     dtype = _torch_dtype(item.dtype, scope)
     if not args:
@@ -329,7 +329,7 @@ def _load(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Ten
     return elements_at(tensor, args).to(dtype)
 
 
-def _dot(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+def _dot(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch.Tensor:
     left, right = sides(item)
     first = len(left.indices)
     return product_of_rows(
@@ -338,7 +338,7 @@ def _dot(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tens
     )
 
 
-def _cast(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+def _cast(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch.Tensor:
     (arg,) = args
     return arg != 0 if item.dtype is DType.BOOL else arg.to(_torch_dtype(item.dtype, scope))
 

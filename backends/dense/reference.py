@@ -33,12 +33,12 @@ from attndsl.errors import AttnDSLError, UnsupportedError
 from attndsl.ir import Op, const, reads_score
 from attndsl.passes.differentiate import vjp
 
-from ..base import Backend, Gradients
+from ..base import Backend, CallGradients
 from ..memory_order import arranged, arranged_like, memory_order, wide_dtype
 from .adjoints import adjoints
-from .finite import Watched, check_gradient, check_results
-from .interpret import Scope, check_lookups, evaluate, gated, sides_of
-from .pairs import (
+from .interpret import LeafValues, check_lookups, evaluate, gated, sides_of
+from .nan_checks import Watched, check_gradient, check_results
+from .row_blocks import (  # fmt: skip
     Dense,
     attend_pairs,
     dense_pairs,
@@ -46,8 +46,8 @@ from .pairs import (
     live_product,
     live_to_part,
     ungroup,
-)  # fmt: skip
-from .rows import add_elements, add_rows, gradients_of_rows, rows_at
+)
+from .row_lookups import add_elements, add_rows, gradients_of_rows, rows_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,7 +138,7 @@ class ReferenceBackend(Backend):
             lse = _Anchor.apply(lse, *anchors)  # type: ignore[no-untyped-call]
         return out, lse
 
-    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients:
         """Gradients by the program's symbolic derivative, without torch's autograd.
 
         See :mod:`.adjoints` for the formulas.
@@ -149,13 +149,13 @@ class ReferenceBackend(Backend):
         with torch.no_grad():
             return self._backward(lowered, call, backward)
 
-    def _backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+    def _backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients:
         grad_out, wants = backward.grad_out, backward.wanted
         program, derivative = lowered.program, lowered.derivative
         dense = self._dense(program, call)
         found = adjoints(program, call, dense, backward)
         scope, d_score = dense.scope, found.score
-        sums = Sums(call, wants, dense.score.dtype)
+        sums = GradientSums(call, wants, dense.score.dtype)
         for root, seed, within in (
             (program.sink, found.sink, scope),
             (program.weights, found.own, found.final),
@@ -178,7 +178,7 @@ class ReferenceBackend(Backend):
         d_q = ungroup(live_product(d_raw, call.k.to(d_raw.dtype), live), call) if wants.q else None
         d_k = live_product(d_raw.mT, q, by_key) if wants.k else None
         d_v = live_product(kept.mT, grad_rows, by_key) if wants.v else None
-        made = Gradients(
+        made = CallGradients(
             q=None if d_q is None else arranged_like(d_q, call.q, kind),
             k=None if d_k is None else arranged_like(d_k, call.k, kind),
             v=None if d_v is None else arranged_like(d_v, call.v, kind),
@@ -251,7 +251,7 @@ def _ordered(value: torch.Tensor) -> torch.Tensor:
     return found
 
 
-class Sums:
+class GradientSums:
     """Gradients of captured tensors and params, added up from all expressions of a program."""
 
     def __init__(self, call: Call, wants: Wants, work: torch.dtype) -> None:
@@ -274,7 +274,7 @@ class Sums:
         total = self.params[name]
         return total.to(value.dtype) if isinstance(value, torch.Tensor) else total
 
-    def add_score(self, derivative: Derivative, seed: torch.Tensor, scope: Scope) -> None:
+    def add_score(self, derivative: Derivative, seed: torch.Tensor, scope: LeafValues) -> None:
         """Add ``seed`` times the derivatives of the final score by all that it mentions."""
         for item in derivative.tensors:
             self.add_tensor(item.load, item.factor, seed, scope)
@@ -283,12 +283,12 @@ class Sums:
         for part in derivative.params:
             self.add_param(part.name, part.factor, seed, scope)
 
-    def add_root(self, root: Node, seed: torch.Tensor, scope: Scope) -> None:
+    def add_root(self, root: Node, seed: torch.Tensor, scope: LeafValues) -> None:
         """Add ``seed`` times the derivatives of ``root`` by all that it mentions."""
         for leaf, factor in vjp(root, const(1.0)).items():
             self.add_leaf(leaf, factor, seed, scope)
 
-    def add_leaf(self, leaf: Node, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
+    def add_leaf(self, leaf: Node, factor: Node, seed: torch.Tensor, scope: LeafValues) -> None:
         """Add ``seed * factor`` to the gradient of a float leaf, if that is wanted."""
         if leaf.op is Op.LOAD:
             self.add_tensor(leaf, factor, seed, scope)
@@ -297,7 +297,7 @@ class Sums:
         elif leaf.op is Op.DOT:
             self.add_product(leaf, factor, seed, scope)
 
-    def add_tensor(self, load: Node, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
+    def add_tensor(self, load: Node, factor: Node, seed: torch.Tensor, scope: LeafValues) -> None:
         """Add ``seed * factor`` of each pair at the element that ``load`` looks up there."""
         name = str(load.value)
         if name not in self.tensors or self.tensors[name].numel() == 0:
@@ -307,7 +307,7 @@ class Sums:
         part = gated(seed, seed * value)
         add_elements(total, tuple(indices), part)
 
-    def add_product(self, item: Node, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
+    def add_product(self, item: Node, factor: Node, seed: torch.Tensor, scope: LeafValues) -> None:
         """Add ``seed * factor`` of each pair, times each row of a DOT, to the other row."""
         both = sides_of(item, scope)
         if not any(name in self.tensors for name, _ in both):
@@ -326,7 +326,7 @@ class Sums:
         """Rows of a tensor as the gradient of another's takes them."""
         return tensor
 
-    def add_param(self, name: str, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
+    def add_param(self, name: str, factor: Node, seed: torch.Tensor, scope: LeafValues) -> None:
         """Add the sum of ``seed * factor`` over all pairs."""
         if name in self.params:
             (value,) = evaluate((factor,), scope)

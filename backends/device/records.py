@@ -4,8 +4,6 @@ They are NamedTuples: Triton's compiler, its interpreter and plain Python all re
 compiler makes the same of them as of single arguments. A generated module adds one of its own,
 ``Given``: the program's captures, params, sizes, seed and lists of tiles, in the order in which the
 kernel takes them.
-
-Non-goals: constants, which are constants of the generated module.
 """
 
 from __future__ import annotations

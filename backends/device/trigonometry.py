@@ -7,12 +7,12 @@ An argument of any size is reduced by the method of M. H. Payne and R. N. Hanek,
 for trigonometric functions", SIGNUM Newsletter 18 (1983): of the product with 2 / pi, only those
 bits are computed that say where in the full turn it lies.
 
-``..._cody_waite`` are for arguments up to 1e5 (:mod:`attndsl.passes.angles`). A sine takes 34 PTX
-instructions in place of 58 (sm_90, Triton 3.9): multiples of pi / 2 in three parts are subtracted
-(W. J. Cody and W. Waite, "Software manual for the elementary functions", 1980, chapter 8). Each
-step is a fused multiply and add. So the first one is exact, and each later one errs by a rounding
-of what is left, however near 0 that is. What the parts leave of pi / 2 is 1e-22, which a multiple
-up to 1e5 makes 7e-18.
+``..._cody_waite`` are for arguments up to 1e5 (:mod:`attndsl.passes.trig_ranges`). A sine takes 34
+PTX instructions in place of 58 (sm_90, Triton 3.9): multiples of pi / 2 in three parts are
+subtracted (W. J. Cody and W. Waite, "Software manual for the elementary functions", 1980, chapter
+8). Each step is a fused multiply and add. So the first one is exact, and each later one errs by a
+rounding of what is left, however near 0 that is. What the parts leave of pi / 2 is 1e-22, which a
+multiple up to 1e5 makes 7e-18.
 
 Largest errors against fp64 in units of the fp32 result's last place, at 4 million arguments spread
 evenly over exponents from 2^-20 on. Up to 1.05e5 the three fp32 numbers nearest to each multiple of

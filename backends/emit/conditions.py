@@ -1,7 +1,4 @@
-"""Simplification of conditions where some names have known values.
-
-Non-goals: texts; what the rest of a condition is written as (``removal.py``).
-"""
+"""Simplification of conditions where some names have known values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Texts of generated device functions, and the record of what a program adds to a kernel.
-
-Non-goals: expressions (``expression.py``), whole modules (``generate.py``).
-"""
+"""Texts of generated device functions, and the record of what a program adds to a kernel."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import DType
 
-from .draws import PARAMETERS
-from .text import INDENT, scope_function
+from .dropout_offsets import PARAMETERS
+from .module_lines import INDENT, scope_function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

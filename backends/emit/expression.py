@@ -3,9 +3,7 @@
 The text reads ``head``, ``sizes`` and ``given``, the parts of the scope (:mod:`..device.records`).
 It is independent of the tile's orientation: what records hold are scalars, ``q`` and ``kv``
 broadcast against each other (one is a column, the other a row), ``score`` has the shape of the
-tile. Floats are fp32; ints are 32 bits where :mod:`attndsl.passes.widths` proves that exact.
-
-Non-goals: choosing what to hoist out of loops.
+tile. Floats are fp32; ints are 32 bits where :mod:`attndsl.passes.int_ranges` proves that exact.
 """
 
 from __future__ import annotations
@@ -14,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from attndsl.ir import COMPARISONS, SIZES, DType, Node, Op, dependencies, mentions, toposort
-from attndsl.passes.angles import small_angles
-from attndsl.passes.inside import stays_inside
-from attndsl.passes.widths import INT32, fits, ranges
+from attndsl.passes.index_bounds import stays_inside
+from attndsl.passes.int_ranges import INT32, fits, ranges
+from attndsl.passes.trig_ranges import small_angles
 
-from ..forms import EXACT, FORMS, fast_nodes
-from .operands import (  # fmt: skip
+from ..fast_math import EXACT, FORMS, fast_nodes
+from .operand_kinds import (
     AND,
     ATOM,
     COMPARE,
@@ -28,8 +26,8 @@ from .operands import (  # fmt: skip
     SHIFT,
     SUM,
     UNARY,
-    Kind,
     Operand,
+    OperandKind,
     has_fraction,
     is_small_power,
     known_value,
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.passes.evaluate import Value
-    from attndsl.passes.inside import Dim
+    from attndsl.passes.index_bounds import Dim
 
 _POSITIONS = ("q", "kv")
 _SHIFTS = {"$q_offset": "shift.q", "$kv_offset": "shift.kv"}
@@ -80,7 +78,7 @@ _FLOAT_TWO = {Op.FLOORDIV: "float_floordiv", Op.MOD: "float_mod"}
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
+class CaptureFacts:
     """Facts by which a kernel reaches a captured tensor."""
 
     name: str
@@ -101,10 +99,10 @@ class Capture:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class LeafNames:
     """Names of leaves, and facts known of them."""
 
-    captures: Mapping[str, Capture]
+    captures: Mapping[str, CaptureFacts]
     int_bits: Mapping[str, int]
     """Bits of int params and int tensors."""
     head_dim: int
@@ -112,7 +110,7 @@ class Names:
     """Whether logical positions are row numbers."""
     reach: int | None = None
     """What row numbers and sizes are below, where that makes angles small
-    (:mod:`attndsl.passes.angles`)."""
+    (:mod:`attndsl.passes.trig_ranges`)."""
     scalar: bool = False
     """Whether values are scalars, as in loop bounds, rather than parts of a tile."""
     forms: str = EXACT
@@ -145,7 +143,7 @@ class Printed:
     """Library functions used."""
 
 
-def print_expressions(roots: tuple[Node, ...], names: Names) -> Printed:
+def print_expressions(roots: tuple[Node, ...], names: LeafNames) -> Printed:
     """``roots`` as Triton source over the names of the kernel templates."""
     printer = Printer(roots, names)
     return Printed(
@@ -180,7 +178,7 @@ class Printer:
     has 64 bits wherever its range does not fit 32.
     """
 
-    def __init__(self, roots: tuple[Node, ...], names: Names) -> None:
+    def __init__(self, roots: tuple[Node, ...], names: LeafNames) -> None:
         self.names = names
         self.lines: list[str] = []
         self.helpers: set[str] = set()
@@ -253,7 +251,7 @@ class Printer:
     def value(self, item: Node) -> str:
         """Text of ``item`` as a Triton value, where a Python number will not do."""
         own = self.operands[item]
-        if own.kind is Kind.NUMBER:
+        if own.kind is OperandKind.NUMBER:
             kind = "float32" if item.dtype is DType.FLOAT else f"int{own.bits}"
             return f"tl.full({self._shape}, {own.text}, tl.{kind})"
         return own.text
@@ -263,22 +261,24 @@ class Printer:
         return self.operands[item].text
 
     def _is_number(self, item: Node) -> bool:
-        return self.operands[item].kind is Kind.NUMBER
+        return self.operands[item].kind is OperandKind.NUMBER
 
     def _block(self, item: Node) -> str:
         """Text of ``item`` as an argument that has the dims of a tile, or is a Python number."""
-        if self.names.scalar or self.operands[item].kind is not Kind.SCALAR:
+        if self.names.scalar or self.operands[item].kind is not OperandKind.SCALAR:
             return self._text(item)
         return self._call("as_block", self._text(item)).text
 
-    def _call(self, name: str, *args: str, kind: Kind = Kind.BLOCK, bits: int = 32) -> Operand:
+    def _call(
+        self, name: str, *args: str, kind: OperandKind = OperandKind.BLOCK, bits: int = 32
+    ) -> Operand:
         if not name.startswith("tl."):
             self.helpers.add(name)
         return Operand(f"{name}({', '.join(args)})", ATOM, kind, bits)
 
-    def _kind(self, item: Node) -> Kind:
+    def _kind(self, item: Node) -> OperandKind:
         """Kind of an operation's result: the highest of its operands, and at least SCALAR."""
-        return max(Kind.SCALAR, *(self.operands[arg].kind for arg in item.args))
+        return max(OperandKind.SCALAR, *(self.operands[arg].kind for arg in item.args))
 
     def _bits(self, item: Node) -> int:
         """Width of an operation's result: of its operands, or 64 where its values need them."""
@@ -306,7 +306,7 @@ class Printer:
 
     def _leaf(self, item: Node) -> Operand:
         varies = bool(self.deps[item] & {"q", "kv", "score"})
-        kind = Kind.BLOCK if varies and not self.names.scalar else Kind.SCALAR
+        kind = OperandKind.BLOCK if varies and not self.names.scalar else OperandKind.SCALAR
         name = str(item.value)
         if item.op is Op.VAR:
             return Operand(name if name in _POSITIONS else f"head.{name}", ATOM, kind)
@@ -314,7 +314,7 @@ class Printer:
             return Operand(f"sizes.{name}" if name in SIZES else f"given.n_{name}", ATOM, kind)
         if item.op is Op.PARAM:
             if item.dtype is DType.BOOL and not self.names.scalar:
-                kind = Kind.BLOCK
+                kind = OperandKind.BLOCK
             bits = 32 if item.dtype is not DType.INT or fits(self.ranges[item]) else 64
             text = _SHIFTS.get(name) or (name[1:] if name.startswith("$") else f"p_{name}")
             return Operand(text, ATOM, kind, bits)
@@ -358,8 +358,8 @@ class Printer:
             first = self._call("saturated", self._text(left)).text
         elif wide is not None:
             second = self._call("saturated", self._text(right)).text
-        if item.op in COMPARISONS and kind is not Kind.BLOCK:
-            kind = Kind.SCALAR if self.names.scalar else Kind.BLOCK
+        if item.op in COMPARISONS and kind is not OperandKind.BLOCK:
+            kind = OperandKind.SCALAR if self.names.scalar else OperandKind.BLOCK
             if not self.names.scalar and self._is_number(left):
                 second = self._block(right)
             elif not self.names.scalar:
@@ -387,7 +387,7 @@ class Printer:
     def _cast(self, item: Node) -> Operand:
         operand = item.args[0]
         if item.dtype is DType.BOOL:
-            kind = Kind.SCALAR if self.names.scalar else Kind.BLOCK
+            kind = OperandKind.SCALAR if self.names.scalar else OperandKind.BLOCK
             return Operand(f"{self._block(operand)} != 0", COMPARE, kind)
         kind = self._kind(item)
         if item.dtype is DType.FLOAT:
@@ -402,7 +402,11 @@ class Printer:
 
     def _converted(self, item: Node) -> str:
         """Text of what ``.to`` may follow."""
-        return self.value(item) if self.operands[item].kind is Kind.NUMBER else self.at(item, ATOM)
+        return (
+            self.value(item)
+            if self.operands[item].kind is OperandKind.NUMBER
+            else self.at(item, ATOM)
+        )
 
     def indices(self, load: Node) -> list[str]:
         """Index texts of ``load``: locals, clamped into the tensor where they might leave it."""
@@ -410,7 +414,7 @@ class Printer:
         texts = []
         for dim, arg in enumerate(load.args):
             # Where no index has the dims of a tile, the constant gives them to what is read.
-            plain = self._is_number(arg) and self._kind(load) is Kind.BLOCK
+            plain = self._is_number(arg) and self._kind(load) is OperandKind.BLOCK
             if self._is_inside(load, dim, capture):
                 texts.append(
                     self._text(arg) if plain and not capture.wide else self._converted(arg)
@@ -423,7 +427,7 @@ class Printer:
             texts.append(self._local("i", text))
         return texts
 
-    def _is_inside(self, load: Node, dim: int, capture: Capture) -> bool:
+    def _is_inside(self, load: Node, dim: int, capture: CaptureFacts) -> bool:
         """Return True if no value of an index of ``load`` that is read leaves the tensor."""
         arg = load.args[dim]
         if stays_inside(arg, capture.dims[dim], self.ranges[arg]):
@@ -449,7 +453,7 @@ class Printer:
     def _load(self, item: Node) -> Operand:
         capture = self.names.captures[str(item.value)]
         if capture.name in self.names.made:
-            return Operand(f"given.{made_field(capture.name)}", ATOM, Kind.SCALAR)
+            return Operand(f"given.{made_field(capture.name)}", ATOM, OperandKind.SCALAR)
         offset = element_offset(
             self.indices(item), "stride", capture.name, capture.wide, capture.unit_dims
         )
@@ -457,14 +461,14 @@ class Printer:
         guarded = self._is_guarded(item)
         guard = ", mask=live, other=0" if guarded else ""
         text = f"tl.load(given.t_{capture.name} + {offset}{guard})"
-        kind = Kind.BLOCK if guarded else Kind.SCALAR
+        kind = OperandKind.BLOCK if guarded else OperandKind.SCALAR
         if item.args:
             kind = max(kind, self._kind(item))
         if capture.dtype is DType.FLOAT:
             return Operand(f"{text}.to(tl.float32)", ATOM, kind)
         if capture.dtype is DType.BOOL:
             block = text if self.names.scalar else self._call("as_block", text).text
-            kind = Kind.SCALAR if self.names.scalar else Kind.BLOCK
+            kind = OperandKind.SCALAR if self.names.scalar else OperandKind.BLOCK
             return Operand(f"{block} != 0", COMPARE, kind)
         text = f"{text}.to(tl.int32)" if capture.bits < 32 else text
         return Operand(text, ATOM, kind, max(32, capture.bits))
@@ -512,10 +516,10 @@ class Printer:
             return Operand(f"({a}) {symbol} ({b})", PRODUCT, kind, bits)
         # Of 64 bits it is a subroutine on GPUs: see M40 in docs/measured.md.
         name = "int_floordiv" if item.op is Op.FLOORDIV else "int_mod"
-        if kind is Kind.BLOCK:
+        if kind is OperandKind.BLOCK:
             a, b = (
                 self._call("as_block", text).text
-                if self.operands[arg].kind is Kind.SCALAR and not self.names.scalar
+                if self.operands[arg].kind is OperandKind.SCALAR and not self.names.scalar
                 else text
                 for text, arg in zip((a, b), item.args, strict=True)
             )

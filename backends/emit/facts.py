@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.ir import DType
-from attndsl.passes.angles import useful_reach
-from attndsl.passes.inside import dim_of
+from attndsl.passes.index_bounds import dim_of
+from attndsl.passes.trig_ranges import useful_reach
 
-from ..forms import EXACT, forms_for
+from ..fast_math import EXACT, forms_for
 from ..memory_order import result_orders, strides
-from .draws import kinds_of_draws
-from .expression import Capture, Names
+from .dropout_offsets import kinds_of_draws
+from .expression import CaptureFacts, LeafNames
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node, ParamDecl, Program, TensorDecl
 
     from ..base import Call, Scalar, Wants
-    from .draws import Kinds
+    from .dropout_offsets import Kinds
 
 TRITON_TYPES = {
     torch.float16: "fp16",
@@ -108,7 +108,7 @@ class PageFacts:
     """Whether the GPU has an instruction that makes fp16 of two numbers of 8 bits."""
     made: tuple[tuple[str, str], ...] = ()
     """Captures that the kernel makes itself of starts and lengths, by name, and which value each
-    of them is (:class:`attndsl.backends.requests.Requests`)."""
+    of them is (:class:`attndsl.backends.paged_requests.Requests`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class KernelFacts:
     value_dim: int
     dtype: str
     """Triton's name of the dtype of q, k and v."""
-    captures: tuple[Capture, ...]
+    captures: tuple[CaptureFacts, ...]
     capture_types: tuple[str, ...]
     """Triton's name of each capture's element type."""
     capture_aligned: tuple[bool, ...]
@@ -144,7 +144,8 @@ class KernelFacts:
     tensor_gradients: tuple[str, ...] = ()
     param_gradients: tuple[str, ...] = ()
     pair_types: tuple[str, ...] = ()
-    """Triton's names of the types of sums of pairs (``pairs.py``), in the order of their terms."""
+    """Triton's names of the types of sums of pairs (``triton/captures/pair_gradients.py``), in the
+    order of their terms."""
     pair_units: tuple[str, ...] = ()
     """``q`` or ``kv`` where neighbours along that lie side by side in them, else empty."""
     moving_operands: str = ""
@@ -156,7 +157,7 @@ class KernelFacts:
     dropout: bool = False
     """Whether kernels draw numbers, from a seed."""
     draws: Kinds | None = None
-    """How pairs are given that are drawn as for a part of a whole (:mod:`.draws`)."""
+    """How pairs are given that are drawn as for a part of a whole (:mod:`.dropout_offsets`)."""
     seed_type: str = "i64"
     """How that arrives: a number, or ``*i64`` where the kernel reads it."""
     forms: str = EXACT
@@ -175,7 +176,7 @@ class KernelFacts:
     """Whether the gradients of q, k and v are (``Wants.wide``)."""
     reach: int | None = None
     """What the row numbers and sizes of the call are below, where that makes angles of the program
-    small (:mod:`attndsl.passes.angles`)."""
+    small (:mod:`attndsl.passes.trig_ranges`)."""
     narrow_dq: bool = False
     """Whether that of q is in q's dtype all the same, for which the call has room."""
     packed_heads: bool = False
@@ -199,7 +200,7 @@ class KernelFacts:
             params | {c.name for c in self.captures if c.dtype is DType.INT and c.bits > 32}
         )
 
-    def names(self) -> Names:
+    def names(self) -> LeafNames:
         """Names of leaves and their facts, for the expression printer."""
         bits = {
             # Unsigned bytes are twice as large as signed ones.
@@ -214,7 +215,7 @@ class KernelFacts:
         }
         from_zero = not self.shifted and not self.indexed
         captures = {c.name: c for c in self.captures}
-        return Names(
+        return LeafNames(
             captures, bits, self.head_dim, from_zero, self.reach, forms=self.forms,
             packed_heads=self.packed_heads, locals=self.locals,
             made=frozenset() if self.pages is None else frozenset(dict(self.pages.made)),
@@ -350,11 +351,11 @@ def _aligned(tensor: torch.Tensor, steps: tuple[int, ...]) -> bool:
     return tensor.data_ptr() % 16 == 0 and all(step % 16 == 0 or step == 1 for step in steps)
 
 
-def _capture(decl: TensorDecl, tensor: torch.Tensor) -> Capture:
+def _capture(decl: TensorDecl, tensor: torch.Tensor) -> CaptureFacts:
     # Kernels get one zero in place of a tensor without elements.
     steps = strides(tensor) if tensor.numel() else (0,) * tensor.dim()
     extent = sum(max(n - 1, 0) * s for n, s in zip(tensor.shape, steps, strict=True))
-    return Capture(
+    return CaptureFacts(
         name=decl.name,
         dtype=decl.dtype,
         rank=len(decl.dims),

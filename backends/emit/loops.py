@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, const, node
-from attndsl.passes.tiles.plan import OWN
-from attndsl.passes.widths import fits, ranges
+from attndsl.passes.int_ranges import fits, ranges
+from attndsl.passes.tiles.tile_plan import OWN
 
-from .expression import Names, print_expressions
-from .text import scope_function
+from .expression import LeafNames, print_expressions
+from .module_lines import scope_function
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
-    from attndsl.passes.tiles.plan import LoopPlan, Segment
+    from attndsl.passes.tiles.tile_plan import LoopPlan, Segment
 
 LIST_PARAMETERS = ["tile_rows", "tile_list", "list_step_b", "list_step_h"]
 """Kernel arguments of a loop whose tiles are listed. ``tile_rows``: int32 (own tiles, 4 or more) a
@@ -37,7 +37,7 @@ def print_loop(
     along: str,
     loop: LoopPlan,
     param_values: list[str],
-    names: Names,
+    names: LeafNames,
     parts: int = 1,
 ) -> tuple[list[str], set[str]]:
     """``NAME_visits`` (how many tiles) and ``NAME_tile`` (the n-th FULL or PARTIAL one).
@@ -93,7 +93,7 @@ def _indented(line: str) -> str:
 
 
 def print_turn(
-    name: str, own: str, loop: LoopPlan, param_values: list[str], names: Names
+    name: str, own: str, loop: LoopPlan, param_values: list[str], names: LeafNames
 ) -> tuple[str, set[str]]:
     """``NAME_turn``: how many owning tiles before ``own`` visit tile ``tile`` along the loop.
 
@@ -152,7 +152,7 @@ def print_visited(
     along: str,
     loop: LoopPlan,
     param_values: list[str],
-    names: Names,
+    names: LeafNames,
 ) -> tuple[str, set[str]]:
     """``NAME_have``: whether tile number ``found`` is one of those of a plan's segments.
 
@@ -224,7 +224,7 @@ def _total(segments: tuple[Segment, ...]) -> Node:
     return total
 
 
-def _nth(segments: tuple[Segment, ...], names: Names) -> tuple[list[str], set[str]]:
+def _nth(segments: tuple[Segment, ...], names: LeafNames) -> tuple[list[str], set[str]]:
     lengths = tuple(_length(segment) for segment in segments[:-1])
     starts = tuple(segment.start for segment in segments)
     printed = print_expressions((*starts, *lengths), names)
@@ -245,7 +245,7 @@ def _nth(segments: tuple[Segment, ...], names: Names) -> tuple[list[str], set[st
     return [*body, f"return {_narrow(result, (*starts, *lengths), names)}"], set(printed.helpers)
 
 
-def _narrow(text: str, roots: tuple[Node, ...], names: Names) -> str:
+def _narrow(text: str, roots: tuple[Node, ...], names: LeafNames) -> str:
     """``text`` in 32 bits: tiles are few, but what is loaded makes bounds that have 64."""
     parts = ranges(roots, names.int_bits, names.from_zero).values()
     return text if all(fits(part) for part in parts) else f"tl.cast({text}, tl.int32)"

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, reads_score
 
+from .dead_code import only_needed
 from .device_functions import PAIR, program_function
 from .expression import Printed, print_expressions
-from .needed import only_needed
-from .text import wrapped
+from .module_lines import wrapped
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
 
-    from .expression import Names
+    from .expression import LeafNames
     from .facts import KernelFacts
 
 
@@ -93,7 +93,7 @@ def pair_function(
     return program_function(name, f"score, live, {PAIR}", facts, doc, body, bool(root)), used
 
 
-def pair_body(root: Node, names: Names) -> tuple[list[str], set[str]]:
+def pair_body(root: Node, names: LeafNames) -> tuple[list[str], set[str]]:
     """Lines that return ``root`` for a tile of pairs, and the library functions that they use."""
     printed: Printed = print_expressions((root,), names)
     result = printed.results[0]

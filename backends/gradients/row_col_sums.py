@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..tiled.capture_gradients import CaptureSums
 from ..tiled.step_plan import QueryStep
 from ..tiled.tile_expressions import Expressions
-from .terms import ONE, terms_of
+from .gradient_terms import ONE, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
-    from .terms import Term
+    from .gradient_terms import Term
 
 
 @dataclass(frozen=True, slots=True)

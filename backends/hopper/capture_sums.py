@@ -7,7 +7,7 @@ none but from the log-sum-exp and the sink, since a softmax does not change with
 results are of more keys than the call has, see ``Wants.partial``). All sums are in a fixed order.
 
 Non-goals: what stands inside a function of the score, or varies with the distance from the query
-(:mod:`.distances`); the portable kernels add that up pair by pair.
+(:mod:`.features.diagonals`); the portable kernels add that up pair by pair.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 
 from attndsl.ir import Op, const, dependencies, leaf_names, node, substitute, toposort
 from attndsl.passes.differentiate import vjp
-from attndsl.passes.place import AWAY
+from attndsl.passes.split_score import AWAY
 
 from ..log_sum import log_sum
 from ..tiled.capture_gradients import CaptureSums
 from ..tiled.step_plan import QueryStep
 from ..tiled.tile_expressions import Expressions
-from .blocks import block_width
+from .tile_shapes import block_width
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
-    from attndsl.passes.place import Placed
+    from attndsl.passes.split_score import Placed
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants

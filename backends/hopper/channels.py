@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .records import KeyItem, QueryItem, Slot, Turn
-from .shim import tma_load
+from .triton_compat import tma_load
 
 
 @gluon.jit

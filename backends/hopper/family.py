@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..base import Gradients
+from ..base import CallGradients
 from ..emit.facts import facts_of, with_gradients
-from ..gradients.plan import plan_gradients
+from ..gradients.gradient_plan import plan_gradients
 from ..kernels.arguments import call_numbers, capture_arguments
-from ..kernels.bound import bound_backward, bound_forward
-from ..kernels.counts import Counts
+from ..kernels.bound_calls import bound_backward, bound_forward
 from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Job, Task, kernels_of
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
+from ..kernels.work_counters import Counts
 from ..memory_order import empty_fp32, given_room, memory_order, wide_dtype
 from ..triton.captures import KINDS
-from .bound import FLOAT_BYTES, Launches, backward_of, forward_of
+from .bound_launch import FLOAT_BYTES, Launches, backward_of, forward_of
 from .capture_sums import Statistics, gradients_of_parts
 from .features import BY_FLAG, FEATURES
+from .hopper_layout import HopperLayout, layout_of
+from .jvp_launch import launch_with_tangents, readable
 from .kernels import FIXED, KERNELS
 from .launch import RowStatistics, TensorMaps, descriptor_strides
-from .layout import HopperLayout, layout_of
 from .support import most_head_dim, why_not
-from .tangents import launch_with_tangents, readable
-from .tiles import has_small_tiles
+from .tile_sizes import has_small_tiles
 from .tma_bias import window, with_pair_tiles
 from .tma_copies import room_for
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, BoundBackward, BoundForward, Call, Wants
-    from ..gradients.plan import GradientPlan
+    from ..gradients.gradient_plan import GradientPlan
+    from ..kernels.jvp_call import Moving
     from ..kernels.kernel import FixedKernel, Kernel
-    from ..kernels.layout import Layout
-    from ..kernels.moving import Moving
+    from ..kernels.launch_spec import LaunchSpec
 
 
 class Hopper:
@@ -135,14 +135,18 @@ class Hopper:
         return (Job(kernel, lowered, with_pair_tiles(facts, lowered, call, task)),)
 
     def layout(
-        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor]
-    ) -> Layout:
+        self,
+        layout: LaunchSpec,
+        jobs: tuple[Job, ...],
+        call: Call,
+        more: Mapping[str, torch.Tensor],
+    ) -> LaunchSpec:
         """See :class:`~..kernels.kernel.Family`."""
         (job,) = jobs
         return layout_of(layout, job, call, more)
 
     def forward(
-        self, layout: Layout, lowered: Lowered, call: Call
+        self, layout: LaunchSpec, lowered: Lowered, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~..kernels.kernel.Family`."""
         assert isinstance(layout, HopperLayout)
@@ -168,8 +172,8 @@ class Hopper:
         return out, lse
 
     def backward(
-        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
-    ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
+        self, layout: LaunchSpec, lowered: Lowered, call: Call, backward: Backward
+    ) -> tuple[CallGradients, Callable[[], torch.Tensor]]:
         """See :class:`~..kernels.kernel.Family`."""
         assert isinstance(layout, HopperLayout)
         _, lse, _, grad_lse, wanted = backward
@@ -181,7 +185,7 @@ class Hopper:
             self._launch_backward(layout, lowered, call, backward, buffers, of_pairs, stream)
             dq = _dq(layout, call, buffers, stream) if wanted.q else None
         made = buffers.of_features
-        gradients = Gradients(
+        gradients = CallGradients(
             dq,
             buffers.dk if wanted.k else None,
             buffers.dv if wanted.v else None,
@@ -226,19 +230,19 @@ class Hopper:
             ],
         )  # fmt: skip
 
-    def bound_forward(self, layout: Layout, lowered: Lowered, call: Call) -> BoundForward:
+    def bound_forward(self, layout: LaunchSpec, lowered: Lowered, call: Call) -> BoundForward:
         """See :class:`~..kernels.kernel.Family`."""
         found = forward_of(self._bound(layout, call), call)
         return found or bound_forward(self, layout, lowered, call)
 
     def bound_backward(
-        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
+        self, layout: LaunchSpec, lowered: Lowered, call: Call, backward: Backward
     ) -> BoundBackward:
         """See :class:`~..kernels.kernel.Family`."""
         found = backward_of(self._bound(layout, call), call, backward)
         return found or bound_backward(self, layout, lowered, call)
 
-    def _bound(self, layout: Layout, call: Call) -> Launches:
+    def _bound(self, layout: LaunchSpec, call: Call) -> Launches:
         assert isinstance(layout, HopperLayout)
         return Launches(layout, self._maps, self._counts.of, call.q.device)
 
@@ -247,7 +251,7 @@ class Hopper:
         return readable(moving)
 
     def tangents(
-        self, layout: Layout, moving: Moving, results: tuple[torch.Tensor, torch.Tensor] | None
+        self, layout: LaunchSpec, moving: Moving, results: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :class:`~..kernels.kernel.Family`."""
         assert isinstance(layout, HopperLayout)
@@ -269,7 +273,7 @@ class _Buffers(NamedTuple):
 
     memory: torch.Tensor
     """Flat, fp32: :class:`~.launch.RowStatistics`, then sums of dQ (batch, heads, padded rows,
-    columns), see :mod:`.sums`. One allocation is quicker than three: see M35."""
+    columns), see :mod:`.around_backward`. One allocation is quicker than three: see M35."""
     shift: int
     """Address of the log-sum-exps' shifts. The three below are addresses too."""
     rest: int
@@ -282,7 +286,7 @@ class _Buffers(NamedTuple):
     """See :class:`.features.feature.Buffer`; by argument."""
 
     def checks_of_results(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Checks of q's gradient, and of k's and v's, if kernels make them; see :mod:`.sums`."""
+        """Checks of the gradients of q and of k and v, if made: see :mod:`.around_backward`."""
         checks = self.of_features.get("CHECKS")
         if checks is None:
             return None

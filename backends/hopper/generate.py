@@ -1,10 +1,8 @@
 """A program's Hopper kernels as the text of a Python module.
 
 Functions of loops are those of the portable kernels, letter by letter, those of pairs nearly
-(:mod:`.functions`); the name ``tl`` in the module is :mod:`.dialect`. What a kernel has beside its
-loop says :mod:`.features`.
-
-Non-goals: compiling the text, and choosing tile sizes.
+(:mod:`.program_functions`); the name ``tl`` in the module is :mod:`.gluon_dialect`. What a kernel
+has beside its loop says :mod:`.features`.
 """
 
 from __future__ import annotations
@@ -17,21 +15,21 @@ from attndsl.passes.magnitude import magnitude
 
 from ..emit.device_functions import param_values, parameters, record_of_given
 from ..emit.loops import LIST_PARAMETERS, print_loop
+from ..emit.module_lines import wrapped
 from ..emit.template import Literal, fill_template, import_lines
-from ..emit.text import wrapped
 from ..kernels.kernel import Task
 from ..log_sum import FAR
-from .blocks import block_width, is_above_128
 from .capture_sums import Learned, learned_in_kernel
 from .features import FEATURES
 from .features.feature import ModuleSpec, parts_of
 from .features.tile_skipping import own_tiles
-from .functions import print_functions, weights_and_factor
-from .memory import has_own_output, query_slots
+from .program_functions import print_functions, weights_and_factor
+from .shared_memory import has_own_output, query_slots
+from .tile_shapes import block_width, is_above_128
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
-    from attndsl.passes.tiles.plan import LoopPlan
+    from attndsl.passes.tiles.tile_plan import LoopPlan
     from attndsl.pipeline import Lowered
 
     from ..emit.template import Flags
@@ -165,7 +163,7 @@ def _flags(spec: ModuleSpec) -> Flags:
         "OWN_OUTPUT": spec.is_forward and has_own_output(facts, spec.config),
         "QUERIES": query_slots(facts, spec.config) if spec.task is Task.FORWARD else 1,
         "FP32_ROWS": facts.wide_gradients,
-        # Gradients of q, k and v are repaired (:mod:`..triton.repair`), and others are not.
+        # Gradients of q, k and v are repaired (:mod:`..triton.nan_repair`), and others are not.
         "SPARES_DEAD": program.bounded
         and bool(facts.tensor_gradients or facts.param_gradients or facts.features),
     }

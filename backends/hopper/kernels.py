@@ -7,28 +7,28 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, toposort
-from attndsl.passes.tiles.plan import BACKWARD_KV, FORWARD
+from attndsl.passes.tiles.tile_plan import BACKWARD_KV, FORWARD
 
 from ..kernels.config import Config
+from ..kernels.cost_model import instructions
 from ..kernels.kernel import FixedKernel, Kernel, Task
-from ..kernels.pair_work import instructions
 from ..log_sum import FAR
-from .arguments import arguments_of
-from .blocks import block_width, widest
+from .around_backward import dq_from_sums, prepare_backward
+from .descriptor_types import arguments_of
 from .features import BY_FLAG
 from .features.tile_skipping import parts_of_lists
 from .generate import generate, has_wide_lines, has_wide_pairs
-from .memory import deepened
-from .sums import dq_from_sums, prepare_backward
-from .tiles import CANDIDATES, candidates, for_lengths, with_few_keys
+from .shared_memory import deepened
+from .tile_shapes import block_width, widest
+from .tile_sizes import CANDIDATES, candidates, for_lengths, with_few_keys
 from .tma_bias import fitting
 
 if TYPE_CHECKING:
-    from attndsl.passes.tiles.plan import LoopPlan
+    from attndsl.passes.tiles.tile_plan import LoopPlan
 
     from ..emit.template import Products
     from ..kernels.kernel import Job
-    from ..kernels.machine import Machine
+    from ..kernels.target import Target
 
 _MOST_WORK_OF_THREE = 30
 """Instructions a pair beyond which three consumers, of 160 registers, spill more than two."""
@@ -57,11 +57,11 @@ def _text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
     return generate(job, loop, config)
 
 
-def _tangent_configs(job: Job, machine: Machine) -> tuple[Config, ...]:
+def _tangent_configs(job: Job, machine: Target) -> tuple[Config, ...]:
     return CANDIDATES[job.kernel.task][widest(job.facts)]
 
 
-def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
+def _configs(job: Job, machine: Target) -> tuple[Config, ...]:
     """Tile sizes of a forward or backward, in order of preference."""
     lowered, facts, task = job.lowered, job.facts, job.kernel.task
     # Relative to a maximum that is not followed, weights take fewer registers, columns or not.
@@ -209,7 +209,7 @@ def _width_and_far(job: Job) -> dict[str, int | bool]:
     return {**_width(job), "FAR": far}
 
 
-def _statistics(job: Job, machine: Machine) -> tuple[Config, ...]:
+def _statistics(job: Job, machine: Target) -> tuple[Config, ...]:
     return (_STATISTICS[widest(job.facts)],)
 
 

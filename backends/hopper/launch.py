@@ -16,8 +16,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attndsl.errors import LaunchWarning
 from attndsl.foundation.caches import BoundedCache, Reason
 
-from .blocks import ADDRESS_BYTES
-from .shim import direct_launch, tensor_map_encoders, why_wrapped
+from .tile_shapes import ADDRESS_BYTES
+from .triton_compat import direct_launch, tensor_map_encoders, why_wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..kernels.compile import Executable
-    from .blocks import Block
+    from .tile_shapes import Block
 
 _MAX_MAPS = 4096
 """Some 600 bytes each. A training step has four a layer in its forward, six in its backward."""

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from ..device.library import positions
-from .shim import COPIES_OPERANDS
+from .triton_compat import COPIES_OPERANDS
 
 
 @gluon.jit

@@ -9,15 +9,15 @@ import torch
 
 from attndsl.ir import leaf_names
 
-from ..emit.draws import why_pairs
+from ..emit.dropout_offsets import why_pairs
 from ..emit.facts import facts_of, with_gradients
 from ..kernels.kernel import Job, Task
-from ..kernels.machine import machine_of
-from .blocks import block_width
+from ..kernels.target import machine_of
 from .capture_sums import learned_parts
 from .kernels import KERNELS
 from .launch import descriptor_strides
-from .tiles import CANDIDATES
+from .tile_shapes import block_width
+from .tile_sizes import CANDIDATES
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered

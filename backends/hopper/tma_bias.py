@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.ir import DType
-from attndsl.passes.inside import reads_inside
+from attndsl.passes.index_bounds import reads_inside
 
 from ..emit.facts import TRITON_TYPES, PairTile
 from ..kernels.config import shared_memory_of
 from ..memory_order import strides
-from .blocks import ADDRESS_BYTES, widest
 from .features.bias import indices_of, lookups_of_pairs
-from .memory import shared_bytes
-from .tiles import CANDIDATES
+from .shared_memory import shared_bytes
+from .tile_shapes import ADDRESS_BYTES, widest
+from .tile_sizes import CANDIDATES
 from .tma_copies import is_worth_a_copy
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import torch
 
 from attndsl.ir import leaf_names
 from attndsl.layout import pad_strides
-from attndsl.passes.tiles.plan import BACKWARD_KV, FORWARD
+from attndsl.passes.tiles.tile_plan import BACKWARD_KV, FORWARD
 
 from ..kernels.kernel import Task
-from .blocks import ADDRESS_BYTES
+from .tile_shapes import ADDRESS_BYTES
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered

@@ -8,7 +8,7 @@ import triton
 
 from attndsl.errors import UnsupportedError
 
-from ..emit.draws import PARAMETERS, draws_arguments
+from ..emit.dropout_offsets import PARAMETERS, draws_arguments
 from ..emit.facts import block_widths
 from ..memory_order import strides
 from .compile import Argument

@@ -22,12 +22,12 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from attndsl.errors import BackendError, ConfigError
 from attndsl.foundation.caches import memoised
-from attndsl.logs import LOG
+from attndsl.foundation.logs import LOG
 
 from ..emit.parsing import parsing
+from .compile_failures import kernel_error, reason_of
+from .compile_pool import Turn
 from .config import Config
-from .failures import kernel_error, reason_of
-from .side_by_side import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.ir import SIZES, DType
-from attndsl.passes.widen import contracted
+from attndsl.passes.fold_dots import contracted
 
 from ..base import Call
 

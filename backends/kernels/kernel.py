@@ -10,28 +10,28 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from attndsl.passes.tiles.plan import LoopPlan
+from attndsl.passes.tiles.tile_plan import LoopPlan
 
 from ..emit.facts import with_forms
-from .pair_work import work_of_mask, work_of_pair, work_of_score
+from .cost_model import work_of_mask, work_of_pair, work_of_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
-    from attndsl.passes.tiles.plan import Direction
+    from attndsl.passes.tiles.tile_plan import Direction
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, BoundBackward, BoundForward, Call, Gradients, Wants
+    from ..base import Backward, BoundBackward, BoundForward, Call, CallGradients, Wants
     from ..emit.facts import KernelFacts
     from ..emit.template import Products
-    from ..gradients.plan import GradientPlan
+    from ..gradients.gradient_plan import GradientPlan
     from .compile import Argument
     from .config import Config
-    from .layout import Layout
-    from .machine import Machine
-    from .moving import Moving
+    from .jvp_call import Moving
+    from .launch_spec import LaunchSpec
+    from .target import Target
 
 
 class Task:
@@ -103,7 +103,7 @@ class Kernel:
     """The function in a generated module that is launched."""
     text: Callable[[Job, Config, LoopPlan, Products], str]
     """The module with these tile sizes."""
-    configs: Callable[[Job, Machine], tuple[Config, ...]]
+    configs: Callable[[Job, Target], tuple[Config, ...]]
     """Tile sizes to try, in order of preference."""
     arguments: Callable[[Any, KernelFacts, Config], list[Argument]]
     """Types of all arguments of the entry."""
@@ -139,7 +139,7 @@ class Kernel:
     def work_tiles(self, config: Config, sizes: tuple[int, ...]) -> int:
         """Number of work tiles of a call: those of its rows, or of its keys if these own tiles.
 
-        ``sizes`` are those of :class:`~.layout.Layout`.
+        ``sizes`` are those of :class:`~.launch_spec.LaunchSpec`.
         """
         batch, heads, kv_heads, q_len, kv_len = sizes
         assert self.loop is not None
@@ -156,7 +156,7 @@ class FixedKernel:
     function: Any
     constants: Callable[[Job], Mapping[str, int | bool]]
     """Of the function, besides whether there is a gradient of lse."""
-    configs: Callable[[Job, Machine], tuple[Config, ...]]
+    configs: Callable[[Job, Target], tuple[Config, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Job:
     lowered: Lowered
     facts: KernelFacts
 
-    def on(self, machine: Machine) -> Job:
+    def on(self, machine: Target) -> Job:
         """The job with the fast forms that ``machine`` has."""
         return replace(self, facts=with_forms(self.facts, self.lowered.program, machine.target))
 
@@ -202,7 +202,7 @@ class Job:
 
     @property
     def work_of_pair(self) -> int:
-        """Instructions that a pair takes besides products (:mod:`.pair_work`)."""
+        """Instructions that a pair takes besides products (:mod:`.cost_model`)."""
         return work_of_pair(self.lowered, self.facts, self.kernel.derives)
 
     @property
@@ -225,7 +225,7 @@ class Job:
             )
         )
 
-    def text(self, config: Config, machine: Machine) -> str:
+    def text(self, config: Config, machine: Target) -> str:
         """The module with these tile sizes, without a head."""
         return self.kernel.text(self, config, self.plan(config), machine.products(self.facts))
 
@@ -242,7 +242,7 @@ class Family(Protocol):
     checks_results: bool
     """True if kernels say which of their results are not finite. Forwards of programs whose keys
     are bounded store NaN as the rest of such a row's log-sum-exp, and backwards make
-    :attr:`~..base.Gradients.checks`."""
+    :attr:`~..base.CallGradients.checks`."""
     marks_entries: bool
     """Whether forwards make results NaN of batch entries with a wrong number of keys or offset."""
 
@@ -271,7 +271,7 @@ class Family(Protocol):
         """Values of positions that a layout depends on."""
 
     def plan_key(self, call: Call) -> tuple[object, ...]:
-        """Key of the plan of gradients besides :func:`..gradients.plan.key_of`."""
+        """Key of the plan of gradients besides :func:`..gradients.gradient_plan.key_of`."""
 
     def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> GradientPlan:
         """Plan of gradients and their kernels, if this family's backward runs."""
@@ -286,8 +286,12 @@ class Family(Protocol):
         """Jobs that ``task`` of a call runs."""
 
     def layout(
-        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor]
-    ) -> Layout:
+        self,
+        layout: LaunchSpec,
+        jobs: tuple[Job, ...],
+        call: Call,
+        more: Mapping[str, torch.Tensor],
+    ) -> LaunchSpec:
         """``layout`` with what the family's launches need besides.
 
         Args:
@@ -298,20 +302,20 @@ class Family(Protocol):
         """
 
     def forward(
-        self, layout: Layout, lowered: Lowered, call: Call
+        self, layout: LaunchSpec, lowered: Lowered, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch ``Task.FORWARD``: output and log-sum-exp."""
 
     def backward(
-        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
-    ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
+        self, layout: LaunchSpec, lowered: Lowered, call: Call, backward: Backward
+    ) -> tuple[CallGradients, Callable[[], torch.Tensor]]:
         """Launch ``Task.BACKWARD``: gradients, and what gives delta (batch, heads, padded rows)."""
 
-    def bound_forward(self, layout: Layout, lowered: Lowered, call: Call) -> BoundForward:
+    def bound_forward(self, layout: LaunchSpec, lowered: Lowered, call: Call) -> BoundForward:
         """See :meth:`attndsl.backends.base.Backend.bound_forward`; there is at least one row."""
 
     def bound_backward(
-        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
+        self, layout: LaunchSpec, lowered: Lowered, call: Call, backward: Backward
     ) -> BoundBackward:
         """See :meth:`attndsl.backends.base.Backend.bound_backward`.
 
@@ -322,7 +326,7 @@ class Family(Protocol):
         """``moving``, with copies of tangents that the kernels cannot read."""
 
     def tangents(
-        self, layout: Layout, moving: Moving, results: tuple[torch.Tensor, torch.Tensor] | None
+        self, layout: LaunchSpec, moving: Moving, results: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Launch ``Task.TANGENT``, which takes the results, or ``Task.FORWARD_TANGENT``.
 

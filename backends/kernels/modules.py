@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import triton
 
 from attndsl.errors import BackendError
-from attndsl.fingerprint import source_fingerprint
 from attndsl.foundation.caches import CACHES
+from attndsl.foundation.fingerprint import source_fingerprint
+from attndsl.foundation.logs import LOG
 from attndsl.ir import leaf_names
-from attndsl.logs import LOG
 from attndsl.passes.print_ir import short_form
 
 from ..base import SHORT_FORM
+from ..cache_entries import About
 from ..emit.facts import for_lists
 from ..emit.loops import row_width
-from ..emit.tile_lists import generate_lists
-from ..entries import About
+from ..emit.tile_list_text import generate_lists
 from ..key import KernelKey, version_of
 from .arguments import arguments_of
 from .compile import (
@@ -33,12 +33,12 @@ from .compile import (
     restore,
     with_launcher,
 )
+from .compile_failures import KernelError
+from .compile_pool import Compilations, Turn
 from .config import MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, is_hopeless
-from .failures import KernelError
-from .heads import TAIL, headed
-from .kept_lists import KeptLists
-from .machine import current_machine
-from .side_by_side import Compilations, Turn
+from .module_headers import TAIL, headed
+from .target import current_machine
+from .tile_list_cache import KeptLists
 from .tile_lists import LIST_CHUNK, STATISTICS_ROWS, ListKernels
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ..entries import Entry, Store
+    from ..cache_entries import Entry, Store
     from .compile import Argument
     from .kernel import FixedKernel, Job
-    from .machine import Machine
+    from .target import Target
 
 _Place = tuple[str, str, Config, tuple[int | bool, ...]]
 """What is compiled: a module's key, the function, its tile size, and constants of it alone."""
@@ -88,7 +88,7 @@ class _Function:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedKernels:
     """The kernels of one task."""
 
     executables: Mapping[str, Executable]
@@ -156,7 +156,7 @@ class Modules:
     def prepare(
         self, jobs: Sequence[Job], fixed: Sequence[FixedKernel], device: torch.device,
         has_dlse: bool,
-    ) -> Prepared:  # fmt: skip
+    ) -> PreparedKernels:  # fmt: skip
         """The kernels of ``jobs``, and with them those of ``fixed``.
 
         Raises:
@@ -182,7 +182,7 @@ class Modules:
             for each in fixed:
                 function = _fixed_function(each, jobs[0], machine, has_dlse)
                 executables[each.name] = self._executable(module, function, machine, device)
-            return Prepared(executables, frozenset(listed))
+            return PreparedKernels(executables, frozenset(listed))
 
     def tile_lists(self, job: Job, config: Config, device: torch.device) -> ListKernels:
         """The kernels that list tiles for the kernel of a job, which was made with ``config``."""
@@ -203,9 +203,7 @@ class Modules:
             self.kept_lists,
         )
 
-    def _start_lists(
-        self, job: Job, config: Config, machine: Machine, device: torch.device
-    ) -> None:
+    def _start_lists(self, job: Job, config: Config, machine: Target, device: torch.device) -> None:
         """Begin to compile what :meth:`tile_lists` will wait for."""
         if machine.target is not None:
             module, listings = self._listings(job, config, machine)
@@ -214,7 +212,7 @@ class Modules:
                     self._compile(module.key, listing, machine)
 
     def _listings(
-        self, job: Job, config: Config, machine: Machine
+        self, job: Job, config: Config, machine: Target
     ) -> tuple[_Module, tuple[_Function, ...]]:
         """The module that lists tiles, and its functions."""
         own, sizes = list_config(
@@ -279,7 +277,7 @@ class Modules:
         self._executables[key, job.kernel.name, device, ()] = executable
         return self._keep(key, entry, module.meta)
 
-    def _generate(self, job: Job, key: str, machine: Machine, device: torch.device) -> _Module:
+    def _generate(self, job: Job, key: str, machine: Target, device: torch.device) -> _Module:
         """The module for the first tile size that the device has the resources for.
 
         The loops of a text are those of one tile size, so that each attempt is a text of its own.
@@ -323,7 +321,7 @@ class Modules:
         return self._publish(*best[1:], job, device)
 
     def _attempt(
-        self, job: Job, config: Config, key: str, machine: Machine, device: torch.device
+        self, job: Job, config: Config, key: str, machine: Target, device: torch.device
     ) -> tuple[_Module, Executable]:
         """The module with one tile size, not kept, nor stored for others to find.
 
@@ -342,7 +340,7 @@ class Modules:
         finally:
             self._forget(key)
 
-    def _made(self, job: Job, config: Config, key: str, machine: Machine) -> _Module:
+    def _made(self, job: Job, config: Config, key: str, machine: Target) -> _Module:
         """The module with one tile size. Its file has the text, and says nothing of it yet."""
         plan = job.plan(config)
         about = _about(job, f"{job.kernel.family} {job.kernel.name}", machine)
@@ -360,7 +358,7 @@ class Modules:
             entry = self._store.save(key, text, about)
             return _Module(key, entry.source, module_of(entry.source, entry.path, key), meta)
 
-    def _begin(self, job: Job, config: Config, key: str, machine: Machine) -> _Module:
+    def _begin(self, job: Job, config: Config, key: str, machine: Target) -> _Module:
         """The module with one tile size, whose kernel is compiled meanwhile."""
         place = (key, job.kernel.name, config, ())
         module = self._begun.get(place)
@@ -369,7 +367,7 @@ class Modules:
             self._compile(key, _entry_of(module, job, config), machine)
         return module
 
-    def _compile(self, key: str, what: _Function, machine: Machine) -> None:
+    def _compile(self, key: str, what: _Function, machine: Target) -> None:
         """Have the first tile size of a function compiled meanwhile."""
         target = machine.target
         assert target is not None
@@ -402,7 +400,7 @@ class Modules:
             del self._executables[place]
 
     def _executable(
-        self, module: _Module, what: _Function, machine: Machine, device: torch.device
+        self, module: _Module, what: _Function, machine: Target, device: torch.device
     ) -> Executable:
         constants = tuple(what.more.values())
         place = (module.key, what.name, device, constants)
@@ -447,14 +445,14 @@ def _entry_of(module: _Module, job: Job, config: Config) -> _Function:
     return _Function(job.kernel.name, function, arguments, (config,), {})
 
 
-def _fixed_function(fixed: FixedKernel, job: Job, machine: Machine, has_dlse: bool) -> _Function:
+def _fixed_function(fixed: FixedKernel, job: Job, machine: Target, has_dlse: bool) -> _Function:
     more = {"ROWS": STATISTICS_ROWS, **fixed.constants(job), "HAS_DLSE": has_dlse}
     arguments = arguments_of(fixed.function, job.facts, more)
     configs = fixed.configs(job, machine)
     return _Function(fixed.name, fixed.function, arguments, configs, more)
 
 
-def _about(job: Job, kernel: str, machine: Machine) -> dict[str, Any]:
+def _about(job: Job, kernel: str, machine: Target) -> dict[str, Any]:
     """A module in words, as its description holds them."""
     facts = job.facts
     about = About(
@@ -464,7 +462,7 @@ def _about(job: Job, kernel: str, machine: Machine) -> dict[str, Any]:
     return {"about": about.to_json()}
 
 
-def _key(job: Job, family: str, kind: str, machine: Machine) -> str:
+def _key(job: Job, family: str, kind: str, machine: Target) -> str:
     """Digest of what a module depends on."""
     precision = machine.products(job.facts).precision if family else "ieee"
     return KernelKey(

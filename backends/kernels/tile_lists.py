@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.scalars import number_key
+from attndsl.foundation.scalars import number_key
 
 from ..emit.loops import row_width
-from ..emit.tile_lists import value_counts
+from ..emit.tile_list_text import value_counts
 from ..tiled.tile_kinds import resample
 from .arguments import capture_arguments, origin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.passes.tiles.plan import Direction
     from attndsl.passes.tiles.sparsity import Sparsity
+    from attndsl.passes.tiles.tile_plan import Direction
     from attndsl.pipeline import Lowered
 
     from ..base import Call
     from ..emit.facts import KernelFacts
     from .compile import Executable
-    from .kept_lists import KeptLists
-    from .layout import Layout
+    from .launch_spec import LaunchSpec
+    from .tile_list_cache import KeptLists
 
 STATISTICS_ROWS = 64
 LIST_CHUNK = 256
@@ -101,7 +101,9 @@ def find_kinds(
     return kinds
 
 
-def lists_of(layout: Layout, lowered: Lowered, call: Call, kernel: str, stream: int) -> list[Any]:
+def lists_of(
+    layout: LaunchSpec, lowered: Lowered, call: Call, kernel: str, stream: int
+) -> list[Any]:
     """The arguments ``LIST_PARAMETERS`` of a kernel; none where its tiles are not listed."""
     kernels = layout.lists.get(kernel)
     if kernels is None:

@@ -5,7 +5,7 @@ Scores are made again from ``lse``, by the formulas of FlashAttention-2 (arXiv 2
 the final score's gradient is dS = P * (D * dW - delta). Everything the program mentions gets its
 gradient from dS by the symbolic derivative.
 
-Non-goals: second derivatives (:mod:`attndsl.runtime.higher` has those).
+Non-goals: second derivatives (:mod:`attndsl.call.chunked_autograd` has those).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
-from ..base import Gradients
+from ..base import CallGradients
 from ..dense.interpret import gated
-from ..log_sum import LogSum, log_sum
+from ..log_sum import LogSumParts, log_sum
 from .capture_gradients import CaptureSums
 from .matrices import gradient_like, matrices, place_of
 from .sdpa_spans import SpanAttention
@@ -44,7 +44,7 @@ class StepRows:
     place: StepPlace
     queries: torch.Tensor
     grad_out: torch.Tensor
-    lse: LogSum
+    lse: LogSumParts
     delta: torch.Tensor | None
     """What all scores of a row have in common in their gradients; None where nobody has asked."""
     dq: torch.Tensor | None
@@ -75,7 +75,7 @@ class StepGradients:
         self._sdpa = SpanAttention(scorer, call, program.bounded) if plain else None
         self._grad_out = matrices(grad_out, call)
         self._out = matrices(out, call)
-        self._lse = LogSum(*(matrices(x, call) for x in log_sum(lse)))
+        self._lse = LogSumParts(*(matrices(x, call) for x in log_sum(lse)))
         self._grad_lse = None if grad_lse is None else matrices(grad_lse.unsqueeze(-1), call)
         self._dq = torch.zeros_like(scorer.q) if wants.q else None
         self._dk = torch.zeros_like(scorer.k) if wants.k else None
@@ -96,7 +96,7 @@ class StepGradients:
         queries, grad_out = place.queries(self._scorer.q), place.queries(self._grad_out)
         # torch's own backward makes it itself.
         delta = None if self._sdpa is not None else self._delta(place, grad_out)
-        lse = LogSum(*map(place.queries, self._lse))
+        lse = LogSumParts(*map(place.queries, self._lse))
         dq = queries.new_zeros(queries.shape) if self._dq is not None else None
         rows = StepRows(place, queries, grad_out, lse, delta, dq)
         for span in step.spans:
@@ -108,7 +108,7 @@ class StepGradients:
         if dq is not None and self._dq is not None:
             place.store(self._dq, dq)
         if self._sink_terms and self._program.sink is not None and delta is not None:
-            own = LogSum(*map(place.pairs, lse))
+            own = LogSumParts(*map(place.pairs, lse))
             tile = self._scorer.expressions.tile(step, (0, 1), own.shift)
             (sink,) = tile.evaluate(self._program.sink)
             d_sink = -own.of_sink(sink, place.pairs(delta))
@@ -202,12 +202,12 @@ class StepGradients:
         pairs.copy_(gated(pairs, pairs * slope))
         return slopes
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> CallGradients:
         """All gradients, in the dtypes that are wanted."""
         for step in self._steps:
             self._add(step)
         call, wants = self._call, self._wants
-        return Gradients(
+        return CallGradients(
             q=gradient_like(self._dq, call.q, wants),
             k=gradient_like(self._dk, call.k, wants),
             v=gradient_like(self._dv, call.v, wants),

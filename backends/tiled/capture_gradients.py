@@ -13,7 +13,7 @@ from attndsl.ir import DType, Op, const, param, sides
 from attndsl.passes.differentiate import vjp
 
 from ..dense.interpret import gated, sides_of
-from ..dense.rows import add_elements, add_rows, gradients_of_rows, rows_at
+from ..dense.row_lookups import add_elements, add_rows, gradients_of_rows, rows_at
 from .tile_expressions import work_dtype
 
 if TYPE_CHECKING:

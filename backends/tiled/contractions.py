@@ -1,7 +1,7 @@
 """Calls of programs with contractions, made of calls of kernels that know of none.
 
 Where contractions only add to the raw score, the kernels get longer rows of queries and keys (see
-:mod:`attndsl.passes.widen`); else the call is made of torch operations tile by tile.
+:mod:`attndsl.passes.fold_dots`); else the call is made of torch operations tile by tile.
 
 Rows of captured tensors are taken in the dtype of q, like those of k. Where that would round them,
 the call is made tile by tile too.
@@ -20,12 +20,12 @@ import torch
 
 from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, dependencies, leaf_names, sides, toposort, var
-from attndsl.passes.widen import with_heads_apart
+from attndsl.passes.fold_dots import with_heads_apart
 from attndsl.pipeline import lower_program
 
-from ..base import Backend, Gradients
-from ..dense.rows import rows_at
-from ..log_sum import LogSum
+from ..base import Backend, CallGradients
+from ..dense.row_lookups import rows_at
+from ..log_sum import LogSumParts
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from .capture_gradients import CaptureSums
 from .step_plan import QueryStep
@@ -33,7 +33,7 @@ from .tile_expressions import Expressions, work_dtype
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program, Side
-    from attndsl.passes.widen import Term
+    from attndsl.passes.fold_dots import DotTerm
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Wants
@@ -90,7 +90,7 @@ class WidenedBackend(Backend):
             out, lse = self.kernels.forward(wide.lowered, wide.call)
             return out, wide.with_row(lse, 1.0)
 
-    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         if why_tiles(lowered, call) is not None:
             return self._tiles.backward(lowered, call, backward)
@@ -275,7 +275,7 @@ class Wide:
         if self._row is None:
             return lse
         (row,) = self._of_queries.evaluate(self._row)
-        return LogSum(*lse).plus(sign * row.squeeze(3))
+        return LogSumParts(*lse).plus(sign * row.squeeze(3))
 
     def learns_row(self, wants: Wants) -> bool:
         """Tell whether gradients are wanted of what is added to whole rows."""
@@ -294,7 +294,7 @@ class Wide:
             params=wants.params.intersection(self.call.params),
         )
 
-    def gradients(self, found: Gradients, backward: Backward) -> Gradients:
+    def gradients(self, found: CallGradients, backward: Backward) -> CallGradients:
         """The gradients of the call that was given, from those of :attr:`call`.
 
         Args:
@@ -320,7 +320,7 @@ class Wide:
             params[name] = params[name] + more
         width, dtype = given.q.shape[3], wide_dtype(wants.wide)
         own, keys = (None if x is None else x[..., :width] for x in (q, k))
-        return Gradients(
+        return CallGradients(
             q=arranged_like(own, given.q, dtype) if wants.q and own is not None else None,
             k=self._of_group(keys, given.k, dtype) if wants.k and keys is not None else None,
             v=self._of_group(v, given.v, dtype) if v is not None else None,
@@ -342,7 +342,7 @@ class Wide:
 
 @memoised("programs with heads apart", 256)
 def _with_heads_apart(program: Program) -> tuple[Lowered, str]:
-    """Lowered program, and name, that :func:`~attndsl.passes.widen.with_heads_apart` gives."""
+    """Lowered program, and name, that :func:`~attndsl.passes.fold_dots.with_heads_apart` gives."""
     found, name = with_heads_apart(program)
     return lower_program(found), name
 
@@ -360,12 +360,12 @@ def _tile(call: Call, along: str) -> Tile:
     return Expressions(call).tile(step, columns, score)
 
 
-def _queries(term: Term, call: Call, tile: Tile) -> _TermRows:
+def _queries(term: DotTerm, call: Call, tile: Tile) -> _TermRows:
     left, _ = sides(term.product)
     return _TermRows(left, None if _is_of_keys(term) else _or_none(term.factor), call, tile)
 
 
-def _keys(term: Term, call: Call, tile: Tile) -> _TermRows:
+def _keys(term: DotTerm, call: Call, tile: Tile) -> _TermRows:
     _, right = sides(term.product)
     return _TermRows(right, term.factor if _is_of_keys(term) else None, call, tile)
 
@@ -374,11 +374,11 @@ def _or_none(factor: Node) -> Node | None:
     return None if factor.op is Op.CONST and factor.value == 1.0 else factor
 
 
-def _is_of_keys(term: Term) -> bool:
+def _is_of_keys(term: DotTerm) -> bool:
     return "kv" in dependencies(term.factor)[term.factor]
 
 
-def _is_by_head(term: Term) -> bool:
+def _is_by_head(term: DotTerm) -> bool:
     """Return True if a term's keys differ between the query heads of a group."""
     _, right = sides(term.product)
     roots = [*right.indices, *([term.factor] if _is_of_keys(term) else [])]

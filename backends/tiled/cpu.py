@@ -13,7 +13,7 @@ what fits into a cache.
 
 Determinism: every sum is made in one order that depends on shapes and tile kinds alone.
 
-Non-goals: checked mode, second derivatives (:mod:`attndsl.runtime.higher` has those).
+Non-goals: checked mode, second derivatives (:mod:`attndsl.call.chunked_autograd` has those).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Gradients
+    from ..base import Backward, Call, CallGradients
     from .step_plan import QueryStep
 
 _UNCHANGED: AbstractContextManager[object] = nullcontext()
@@ -49,11 +49,11 @@ class Strategy(Protocol):
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See :meth:`attndsl.backends.base.Backend.forward`."""
 
-    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients | None:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients | None:
         """See :meth:`attndsl.backends.base.Backend.backward`."""
 
 
-class Steps(NamedTuple):
+class RowSteps(NamedTuple):
     """Step by step, which makes every call."""
 
     steps: list[QueryStep]
@@ -64,7 +64,7 @@ class Steps(NamedTuple):
         """See :class:`Strategy`."""
         return StepOutputs(lowered, call, self.steps, self.plain).results()
 
-    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients:
         """See :class:`Strategy`."""
         return StepGradients(lowered, call, backward, self.steps, self.plain).gradients()
 
@@ -105,7 +105,7 @@ class CPUBackend(Backend):
         triangle = self._triangles.of(lowered, call) if plain else None
         if triangle is not None:
             yield triangle
-        yield Steps(self._plans.of(lowered, call, limits_of(call, plain)), plain)
+        yield RowSteps(self._plans.of(lowered, call, limits_of(call, plain)), plain)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -113,7 +113,7 @@ class CPUBackend(Backend):
             found = (strategy.forward(lowered, call) for strategy in self.choose(lowered, call))
             return next(results for results in found if results is not None)
 
-    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         with torch.no_grad(), _without_autocast(call.q.device.type):
             found = (

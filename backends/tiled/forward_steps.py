@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..log_sum import LogSum
-from .matrices import Results, add_part, place_of
+from ..log_sum import LogSumParts
+from .matrices import StepResults, add_part, place_of
 from .sdpa_spans import SpanAttention
 from .span_scores import Scorer, add_product, least_power, live_product, may_be_subnormal
 
@@ -34,12 +34,12 @@ class _StepSums:
     queries: torch.Tensor
     out: torch.Tensor | None = None
     """Output of the spans so far, as if there were no others."""
-    lse: LogSum | None = None
+    lse: LogSumParts | None = None
     """Log-sum-exp of the spans so far."""
     alive: torch.Tensor | None = None
     """Rows with a live pair in the spans so far, where weights are no softmax."""
 
-    def merge(self, part: torch.Tensor, lse: LogSum) -> None:
+    def merge(self, part: torch.Tensor, lse: LogSumParts) -> None:
         """Take in the output and the log-sum-exp of a span."""
         if self.out is None or self.lse is None:
             self.out, self.lse = part, lse
@@ -61,7 +61,7 @@ class StepOutputs:
         self._program = program = lowered.program
         self._call = call
         self._steps = steps
-        self._results = Results(call)
+        self._results = StepResults(call)
         self._results.out.zero_()
         self._results.lse.shift.fill_(-torch.inf)
         self._results.lse.rest.zero_()
@@ -100,7 +100,7 @@ class StepOutputs:
 
     def _softmax(
         self, scored: Scored, span: KeySpan, values: torch.Tensor
-    ) -> tuple[torch.Tensor, LogSum]:
+    ) -> tuple[torch.Tensor, LogSumParts]:
         score = scored.final
         peak = score.amax(-1, keepdim=True)
         # As in SDPA: torch's softmax is one pass, and faster than torch.exp (see M22 in
@@ -118,7 +118,7 @@ class StepOutputs:
             weights.masked_fill_(dead, 0.0)
             rest.masked_fill_(dead, 0.0)
         self._drop(scored, span, weights)
-        return live_product(weights, values, scored.live), LogSum(peak, rest)
+        return live_product(weights, values, scored.live), LogSumParts(peak, rest)
 
     def _add_own(
         self, sums: _StepSums, scored: Scored, span: KeySpan, values: torch.Tensor
@@ -144,7 +144,7 @@ class StepOutputs:
         if (dropped := self._scorer.drop(scored, span)) is not None:
             scored.place.pairs(weights).mul_(dropped[1])
 
-    def _finished(self, sums: _StepSums) -> tuple[torch.Tensor, LogSum]:
+    def _finished(self, sums: _StepSums) -> tuple[torch.Tensor, LogSumParts]:
         """Output (matrices, group * rows, value_dim) and lse (matrices, group * rows, 1)."""
         out, lse, place = sums.out, sums.lse, sums.place
         assert out is not None, "a step has at least one span"
@@ -152,7 +152,7 @@ class StepOutputs:
             assert sums.alive is not None
             log = sums.alive.to(out.dtype).log()
             log = log.expand(*place.shape, 1).reshape(*out.shape[:-1], 1)
-            return out, LogSum(log, torch.zeros_like(log))
+            return out, LogSumParts(log, torch.zeros_like(log))
         if self._program.sink is None:
             return out, lse
         nothing = place.pairs(lse.shift)
@@ -161,5 +161,5 @@ class StepOutputs:
         sink = sink.expand(nothing.shape).reshape(lse.shift.shape)
         # Rows with no live pair stay what they are.
         sink = torch.where(lse.shift == -torch.inf, -torch.inf, sink)
-        both, own, _ = lse.merged(LogSum(sink, torch.zeros_like(sink)))
+        both, own, _ = lse.merged(LogSumParts(sink, torch.zeros_like(sink)))
         return out.mul_(own), both

@@ -2,8 +2,6 @@
 
 A square of tiles of which no pair can be live is not looked into. So the work grows with the live
 tiles, not with all. It is sound as the bounds are: no tile with a live pair is left out.
-
-Non-goals: which tiles are FULL, and evaluation of pairs (:mod:`.tile_kinds`).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
     from attndsl.passes.tiles.intervals import Bounds
 
-    from ..dense.interpret import Scope
+    from ..dense.interpret import LeafValues
     from .tile_kinds import Grid
 
     Ends = Mapping[str, torch.Tensor]
@@ -77,7 +75,7 @@ def live_tiles(
 
 def _parts(
     bounds: Bounds,
-    scope: Scope,
+    scope: LeafValues,
     level: tuple[tuple[Ends, Ends], tuple[int, int]],
     outer: tuple[int, int],
     squares: tuple[LiveTiles, int],
@@ -110,7 +108,7 @@ def _in_squares(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _inside(
     bounds: Bounds,
-    scope: Scope,
+    scope: LeafValues,
     ends: tuple[Ends, Ends],
     side: tuple[int, int],
     outer: tuple[int, int],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..log_sum import LogSum, settled
+from ..log_sum import LogSumParts, settled
 from ..memory_order import arranged_like, empty_like, rows_contiguous, wide_dtype
 from .step_plan import BLOCK_M
 from .tile_expressions import work_dtype
@@ -78,7 +78,7 @@ def keys_of(tensor: torch.Tensor, call: Call) -> torch.Tensor:
     return found.flatten(0, 1)
 
 
-class Results:
+class StepResults:
     """Output and log-sum-exps of a call, to be filled in.
 
     Attributes:
@@ -93,7 +93,7 @@ class Results:
         own = self._out.dtype is self._lse.dtype and self._out.is_contiguous()
         made = self._out if own else self._lse.new_empty(self._out.shape)
         self.out = matrices(made, call)
-        self.lse = LogSum(*(matrices(x.unsqueeze(-1), call) for x in self._lse))
+        self.lse = LogSumParts(*(matrices(x.unsqueeze(-1), call) for x in self._lse))
         self._is_own = own
 
     def as_given(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +103,9 @@ class Results:
         return self._out, settled(self._lse)
 
 
-def add_part(total: torch.Tensor, lse: LogSum, part: torch.Tensor, part_lse: LogSum) -> LogSum:
+def add_part(
+    total: torch.Tensor, lse: LogSumParts, part: torch.Tensor, part_lse: LogSumParts
+) -> LogSumParts:
     """Add the output over other keys to ``total`` in place (online softmax, arXiv 1805.02867).
 
     Args:

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.foundation.caches import BoundedCache
-from attndsl.passes.widths import POSITION_LIMIT
+from attndsl.passes.int_ranges import POSITION_LIMIT
 
-from ..base import Gradients
-from ..log_sum import LogSum, of_one_number, public_lse
+from ..base import CallGradients
+from ..log_sum import LogSumParts, of_one_number, public_lse
 from . import step_plan
 from .live_masks import is_by_distance
-from .matrices import Results, add_part, gradient_like, matrices
+from .matrices import StepResults, add_part, gradient_like, matrices
 from .scalar_bounds import boundary, bounds_of
 from .sdpa import flash_attention, flash_gradients, is_nan, is_spoilt
 
@@ -122,7 +122,7 @@ class Triangle:
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See :class:`.cpu.Strategy`."""
         q, k, v = _operands(call)
-        results = Results(call)
+        results = StepResults(call)
         for squares in self.squares():
             keys, values = squares.of_keys(k), squares.of_keys(v)
             for member in range(q.shape[1]):
@@ -134,18 +134,18 @@ class Triangle:
                     return None
                 total = squares.of_rows(results.out[:, member])
                 total_lse = [squares.of_rows(x[:, member]) for x in results.lse]
-                own_lse = LogSum(*of_one_number(lse.unsqueeze(-1)))
+                own_lse = LogSumParts(*of_one_number(lse.unsqueeze(-1)))
                 if squares.causal:
                     total.copy_(part)
                 else:
                     # An exponential's last bit depends on where in memory its power lies.
-                    before = LogSum(*(x.contiguous() for x in total_lse))
+                    before = LogSumParts(*(x.contiguous() for x in total_lse))
                     own_lse = add_part(total, before, part, own_lse)
                 for x, own in zip(total_lse, own_lse, strict=True):
                     x.copy_(own)
         return results.as_given()
 
-    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients | None:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients | None:
         """See :class:`.cpu.Strategy`."""
         q, k, v = _operands(call)
         out, grad_out = matrices(backward.out, call), matrices(backward.grad_out, call)
@@ -172,7 +172,7 @@ class Triangle:
                 squares.of_keys(dk).add_(part_k)
                 squares.of_keys(dv).add_(part_v)
         wants = backward.wanted
-        return Gradients(
+        return CallGradients(
             q=gradient_like(dq, call.q, wants) if wants.q else None,
             k=gradient_like(dk, call.k, wants) if wants.k else None,
             v=gradient_like(dv, call.v, wants) if wants.v else None,

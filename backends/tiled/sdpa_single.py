@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Gradients
+    from ..base import Backward, Call, CallGradients
 
 _MOST_ROWS = 8
 """Of all heads that share keys, of a call that is looked at: the bounds of many rows decide little.
@@ -50,7 +50,7 @@ class SingleCall(NamedTuple):
         out, lse = flash_attention(q, k, v, scale=call.scale)
         return None if is_spoilt(out, lse) else _as_results(call, out, lse)
 
-    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients | None:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients | None:
         """None: gradients are made otherwise."""
         return None
 

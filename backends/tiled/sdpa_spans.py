@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..log_sum import LogSum
+from ..log_sum import LogSumParts
 from .sdpa import flash_attention, flash_gradients, is_nan, is_spoilt
 from .step_plan import SPAN
 
@@ -51,7 +51,7 @@ class SpanAttention:
 
     def forward(
         self, place: StepPlace, span: KeySpan, queries: torch.Tensor
-    ) -> tuple[torch.Tensor, LogSum] | None:
+    ) -> tuple[torch.Tensor, LogSumParts] | None:
         """Output and log-sum-exp over a span, or None where torch may have spoiled them.
 
         Tensors are (matrices, group * rows, dim), with a dim of 1 for log-sum-exps.
@@ -67,7 +67,7 @@ class SpanAttention:
             lse = torch.where(live, lse, -torch.inf)
         if is_spoilt(part, lse.squeeze(-1)):
             return None
-        return part, LogSum(lse, torch.zeros_like(lse))
+        return part, LogSumParts(lse, torch.zeros_like(lse))
 
     def backward(
         self, place: StepPlace, span: KeySpan, queries: torch.Tensor, grad_out: torch.Tensor,

@@ -14,8 +14,8 @@ import torch
 
 from attndsl.ir import SCORE
 
-from ..dense import pairs as dense
-from ..dense.draws import heads_of, rows_of
+from ..dense import row_blocks as dense
+from ..dense.dropout_counters import heads_of, rows_of
 from ..dense.philox import keep_factor, kept_at
 from .live_masks import LiveMasks
 from .matrices import keys_of, matrices

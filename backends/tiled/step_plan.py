@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attndsl.foundation.caches import BoundedCache
+from attndsl.foundation.scalars import number_key
 from attndsl.ir import Op, toposort
-from attndsl.scalars import number_key
 
 from .tile_kinds import tile_kinds
 

@@ -13,9 +13,9 @@ import torch
 
 from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, dependencies, toposort
-from attndsl.passes.inside import reads_inside
+from attndsl.passes.index_bounds import reads_inside
 
-from ..dense.interpret import RULES, Scope, scope_of
+from ..dense.interpret import RULES, LeafValues, scope_of
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -73,7 +73,7 @@ class Expressions:
         kv = _narrow(base.variables["kv"], _DIMS["kv"], columns)
         variables = {**self._variables, "kv": kv}
         ranges = {**self._ranges, "kv": columns}
-        scope = Scope(variables, base.sizes, base.params, base.tensors, score)
+        scope = LeafValues(variables, base.sizes, base.params, base.tensors, score)
         return Tile(self, scope, self._logical(ranges), ranges)
 
     def _logical(self, ranges: dict[str, Range]) -> dict[str, Range]:
@@ -131,7 +131,7 @@ class Tile:
     """The pairs of one span, or of a part of it."""
 
     expressions: Expressions
-    scope: Scope
+    scope: LeafValues
     ranges: dict[str, Range]
     """Logical positions of the names that run over consecutive ones."""
     places: dict[str, Range]

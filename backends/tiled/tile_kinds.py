@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
-from attndsl.passes.widths import fits
+from attndsl.passes.int_ranges import fits
+from attndsl.passes.tiles.tile_plan import EMPTY, FULL, PARTIAL
 
-from ..dense.interpret import Scope, evaluate, scope_of
+from ..dense.interpret import LeafValues, evaluate, scope_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.passes.tiles.cells import Cell
     from attndsl.passes.tiles.intervals import Bounds
-    from attndsl.passes.tiles.plan import Direction, LoopPlan
     from attndsl.passes.tiles.sparsity import Sparsity
+    from attndsl.passes.tiles.tile_plan import Direction, LoopPlan
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Scalar
@@ -40,7 +40,7 @@ _CHUNK = 1 << 22
 class Grid:
     """The tiles of one call."""
 
-    scope: Scope
+    scope: LeafValues
     """Leaves of the mask; ``q`` is (1, 1, q_len, 1), ``kv`` is (1, 1, 1, kv_len)."""
     block_m: int
     block_n: int

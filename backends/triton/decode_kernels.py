@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from attndsl.passes.tiles import plan
+from attndsl.passes.tiles import tile_plan
 
 from ..kernels.arguments import plain_arguments
 from ..kernels.kernel import Kernel, Task
-from .decode_tiles import SHAPES, Shape, configs_of
+from .decode_tiles import SHAPES, DecodeShape, configs_of
 from .generate_decode import decode_text
 
 NAME = "decode"
 
 
-def _kernel(shape: Shape) -> Kernel:
+def _kernel(shape: DecodeShape) -> Kernel:
     return Kernel(
         name=f"forward_{shape}",
         family=NAME,
@@ -23,7 +23,7 @@ def _kernel(shape: Shape) -> Kernel:
         text=partial(decode_text, shape),
         configs=partial(configs_of, shape),
         arguments=plain_arguments,
-        loop=plan.FORWARD,
+        loop=tile_plan.FORWARD,
         loop_name="forward",
         templates=("softmax", "forward", "parts", "decode"),
         derives=False,

@@ -1,8 +1,6 @@
 """Shapes of the kernels for few rows: which rows are one tile, and how keys are shared out.
 
 The sizes are those of a search on an H100 (``docs/kernels.md``).
-
-Non-goals: which calls have so few rows.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..emit.facts import KernelFacts
     from ..kernels.kernel import Job
-    from ..kernels.machine import Machine
+    from ..kernels.target import Target
 
 LEAST_ROWS = 16
 """Rows of the smallest product on tensor cores."""
@@ -79,7 +77,7 @@ _NARROW_COLUMNS = range(129, 257)
 more keys, and 2 warps take longer: see M44."""
 
 
-class Shape(NamedTuple):
+class DecodeShape(NamedTuple):
     """Rows of one tile: heads that share keys, times queries."""
 
     group: int
@@ -112,13 +110,13 @@ def _powers(most: int) -> list[int]:
 
 
 SHAPES = tuple(
-    Shape(group, queries)
+    DecodeShape(group, queries)
     for group in _powers(_MOST_MEMBERS)
     for queries in _powers(_MOST_LINES // group)
 )
 
 
-def shape_of(q_len: int, members: int, element_bytes: int, columns: int) -> Shape:
+def shape_of(q_len: int, members: int, element_bytes: int, columns: int) -> DecodeShape:
     """The tile of rows of a call.
 
     Args:
@@ -129,7 +127,7 @@ def shape_of(q_len: int, members: int, element_bytes: int, columns: int) -> Shap
     """
     group = _power(members)
     wide = element_bytes == 2 and columns <= _WIDE_COLUMNS
-    return Shape(group, min(_power(q_len), (_MOST_LINES if wide else _USUAL_LINES) // group))
+    return DecodeShape(group, min(_power(q_len), (_MOST_LINES if wide else _USUAL_LINES) // group))
 
 
 def members_of(heads_of_key: int, together: bool) -> int:
@@ -168,13 +166,13 @@ class Sharing(NamedTuple):
             return 1 + -(-parts // self.least)
         return int(parts > 1)
 
-    def lines_at_once(self, shape: Shape, width: int) -> int:
+    def lines_at_once(self, shape: DecodeShape, width: int) -> int:
         """Rows that are merged together, of so many columns: a power of two."""
         numbers = _MERGED_NUMBERS * warps_of(shape) // _WARPS
         return max(1, min(shape.lines, numbers // (self.least * width)))
 
 
-def sharing_of(shape: Shape, program: Program, facts: KernelFacts) -> Sharing:
+def sharing_of(shape: DecodeShape, program: Program, facts: KernelFacts) -> Sharing:
     """Numbers of programs and parts by which a kernel's programs share keys."""
     if shape.rows > _WIDE_ROWS:
         return Sharing(PROGRAMS, _WIDE_PARTS)
@@ -196,7 +194,7 @@ def most_parts(kv_len: int, units: int, config: Config, sharing: Sharing) -> int
     return max(1, min(most, -(-tiles // TILES_OF_PART)))
 
 
-def warps_of(shape: Shape) -> int:
+def warps_of(shape: DecodeShape) -> int:
     """Warps of kernels that are not narrow."""
     return _WIDE_WARPS if shape.rows > _WIDE_ROWS else _WARPS
 
@@ -208,7 +206,7 @@ def is_looked_up(part: Node | None) -> bool:
     return any(item.op in (Op.LOAD, Op.DOT) for item in mentions(part, name="kv"))
 
 
-def _is_narrow(shape: Shape, program: Program, facts: KernelFacts) -> bool:
+def _is_narrow(shape: DecodeShape, program: Program, facts: KernelFacts) -> bool:
     """Return True if a kernel for pages has :data:`_NARROW_WARPS`."""
     pages, widths = facts.pages, widths_of(facts)
     if pages is None or pages.dtype == FP8_TYPE or widths.element_bytes != 2:
@@ -218,7 +216,7 @@ def _is_narrow(shape: Shape, program: Program, facts: KernelFacts) -> bool:
     return not any(map(is_looked_up, (program.mask, program.score, program.weights)))
 
 
-def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
+def configs_of(shape: DecodeShape, job: Job, machine: Target) -> tuple[Config, ...]:
     """Candidates of a kernel, in order; one alone for the interpreter."""
     if machine.target is None:
         return (Config(shape.queries, 16, warps_of(shape), 1),)

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..base import Gradients
+from ..base import CallGradients
 from ..emit.facts import facts_of, with_gradients
-from ..gradients.plan import plan_gradients
+from ..gradients.gradient_plan import plan_gradients
 from ..gradients.row_col_sums import line_gradients
 from ..kernels.arguments import capture_arguments, origin
-from ..kernels.bound import bound_backward, bound_forward
+from ..kernels.bound_calls import bound_backward, bound_forward
+from ..kernels.call_signature import PADDING
 from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Task, jobs_of
-from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_fp32, given_room, rows_contiguous
 from .captures import BY_TASK, KINDS
 from .kernels import FIXED, KERNELS
-from .tangents import launch_tangent
+from .tangent_launch import launch_tangent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from ..base import Backward, BoundBackward, BoundForward, Call, Wants
     from ..emit.facts import KernelFacts
-    from ..gradients.plan import GradientPlan
+    from ..gradients.gradient_plan import GradientPlan
+    from ..kernels.jvp_call import Moving
     from ..kernels.kernel import FixedKernel, Job, Kernel
-    from ..kernels.layout import Layout
-    from ..kernels.moving import Moving
+    from ..kernels.launch_spec import LaunchSpec
 
 MAX_HEAD_DIM = 512
 _WITH_FP32_RESULTS = frozenset({Task.FORWARD, Task.BACKWARD, Task.REPAIR, Task.REPAIR_GRADIENTS})
@@ -110,13 +110,17 @@ class Portable:
         return jobs_of(self, task, lowered, facts)
 
     def layout(
-        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor]
-    ) -> Layout:
+        self,
+        layout: LaunchSpec,
+        jobs: tuple[Job, ...],
+        call: Call,
+        more: Mapping[str, torch.Tensor],
+    ) -> LaunchSpec:
         """``layout``: launches need nothing besides."""
         return layout
 
     def forward(
-        self, layout: Layout, lowered: Lowered, call: Call
+        self, layout: LaunchSpec, lowered: Lowered, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~..kernels.kernel.Family`."""
         out, lse = empty_results(layout, call)
@@ -124,8 +128,8 @@ class Portable:
         return out, lse
 
     def backward(
-        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
-    ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
+        self, layout: LaunchSpec, lowered: Lowered, call: Call, backward: Backward
+    ) -> tuple[CallGradients, Callable[[], torch.Tensor]]:
         """See :class:`~..kernels.kernel.Family`."""
         grad_out, wanted = backward.grad_out, backward.wanted
         q, k, v = call.q, call.k, call.v
@@ -146,7 +150,7 @@ class Portable:
                 run.launch("backward_kv", [dk, dv], [*orders.k.rows, *orders.v.rows], column_sums)
             if wanted.q or (row_sums is not None and kv_len):
                 run.launch("backward_q", [dq], orders.q.rows, row_sums)
-        found = Gradients(
+        found = CallGradients(
             dq if wanted.q else None, dk if wanted.k else None, dv if wanted.v else None
         )
         if wanted.tensors or wanted.params:
@@ -154,12 +158,12 @@ class Portable:
             found = found.plus(*line_gradients(call, wanted, lines, *some))
         return found, lambda: delta
 
-    def bound_forward(self, layout: Layout, lowered: Lowered, call: Call) -> BoundForward:
+    def bound_forward(self, layout: LaunchSpec, lowered: Lowered, call: Call) -> BoundForward:
         """See :class:`~..kernels.kernel.Family`."""
         return bound_forward(self, layout, lowered, call)
 
     def bound_backward(
-        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
+        self, layout: LaunchSpec, lowered: Lowered, call: Call, backward: Backward
     ) -> BoundBackward:
         """See :class:`~..kernels.kernel.Family`."""
         return bound_backward(self, layout, lowered, call)
@@ -169,7 +173,7 @@ class Portable:
         return moving
 
     def tangents(
-        self, layout: Layout, moving: Moving, results: tuple[torch.Tensor, torch.Tensor] | None
+        self, layout: LaunchSpec, moving: Moving, results: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :class:`~..kernels.kernel.Family`."""
         assert results is not None
@@ -177,7 +181,7 @@ class Portable:
 
 
 def launch_forward(
-    name: str, layout: Layout, lowered: Lowered, call: Call,
+    name: str, layout: LaunchSpec, lowered: Lowered, call: Call,
     results: tuple[torch.Tensor, torch.Tensor], more: Sequence[torch.Tensor] = (),
 ) -> None:  # fmt: skip
     """Launch the forward called ``name`` of a layout, which writes output and log-sum-exp.
@@ -205,7 +209,7 @@ class BackwardLaunches:
     """Launches of the kernels of a backward, on the current device."""
 
     def __init__(
-        self, layout: Layout, lowered: Lowered, call: Call,
+        self, layout: LaunchSpec, lowered: Lowered, call: Call,
         rows: tuple[torch.Tensor, ...], stream: int,
     ) -> None:  # fmt: skip
         """``rows`` are the output's gradient, the parts of log-sum-exps, and delta."""
@@ -239,7 +243,7 @@ class BackwardLaunches:
         )  # fmt: skip
 
 
-def empty_results(layout: Layout, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_results(layout: LaunchSpec, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the output, in q's memory order, and for the log-sum-exp (batch, heads, q_len)."""
     q, order = call.q, layout.orders.out
     kind = torch.float32 if call.wide else q.dtype
@@ -247,7 +251,7 @@ def empty_results(layout: Layout, call: Call) -> tuple[torch.Tensor, torch.Tenso
     return order.empty(q, kind) if out is None else out, torch.empty_like(layout.rows)
 
 
-def _row_statistics(layout: Layout, backward: Backward, stream: int) -> torch.Tensor:
+def _row_statistics(layout: LaunchSpec, backward: Backward, stream: int) -> torch.Tensor:
     """Shifts and rests of log-sum-exps, and delta: (3, batch, heads, padded rows) fp32."""
     out, lse, grad_out, grad_lse, _ = backward
     batch, heads, _, q_len, _ = layout.sizes

@@ -1,7 +1,4 @@
-"""The portable kernels as texts of Python modules: templates with the program printed in.
-
-Non-goals: compiling the text, and choosing tile sizes.
-"""
+"""The portable kernels as texts of Python modules: templates with the program printed in."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from attndsl.ir import (
     var,
 )
 from attndsl.passes.distance import meets_distances_alone
-from attndsl.passes.widths import POSITION_LIMIT
+from attndsl.passes.int_ranges import POSITION_LIMIT
 
 from ..emit.device_functions import (
     param_values,
@@ -30,19 +27,19 @@ from ..emit.device_functions import (
     program_function,
     record_of_given,
 )
-from ..emit.draws import kept_function
+from ..emit.dropout_offsets import kept_function
 from ..emit.expression import print_expressions
 from ..emit.facts import block_widths
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Flags, Products, fill_template, pair_function
-from ..gradients.terms import derivatives, terms_of
+from ..gradients.gradient_terms import derivatives, terms_of
 from ..kernels.kernel import REPAIRS, Job, Task
 from .generate_gradients import NO_GRADIENTS, gradient_texts, stored_texts
 from .generate_tangent import tangent_texts
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
-    from attndsl.passes.tiles.plan import LoopPlan
+    from attndsl.passes.tiles.tile_plan import LoopPlan
     from attndsl.pipeline import Lowered
 
     from ..emit.facts import KernelFacts

@@ -10,15 +10,15 @@ from ..emit.device_functions import param_values, parameters, record_of_given
 from ..emit.expression import made_field
 from ..emit.facts import FP8_TYPE, block_widths
 from ..emit.loops import LIST_PARAMETERS, print_loop
+from ..emit.module_lines import wrapped
 from ..emit.template import Products, fill_template
-from ..emit.text import wrapped
 from .decode_tiles import (
     MANY_TILES,
     MOST_PARTS,
     REQUESTS_AT_ONCE,
     TILES_OF_PART,
     TOKENS_AT_ONCE,
-    Shape,
+    DecodeShape,
     is_looked_up,
     sharing_of,
 )
@@ -31,13 +31,15 @@ from .generate import (
 )
 
 if TYPE_CHECKING:
-    from attndsl.passes.tiles.plan import LoopPlan
+    from attndsl.passes.tiles.tile_plan import LoopPlan
 
     from ..kernels.config import Config
     from ..kernels.kernel import Job
 
 
-def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
+def decode_text(
+    shape: DecodeShape, job: Job, config: Config, loop: LoopPlan, products: Products
+) -> str:
     """The module of a kernel whose programs share the keys of ``shape``'s rows."""
     lowered, facts, kernel = job.lowered, job.facts, job.kernel
     program = lowered.program

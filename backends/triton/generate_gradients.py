@@ -1,7 +1,4 @@
-"""Texts of what kernels add up for gradients of captured tensors and params.
-
-Non-goals: what each kind of them adds (:mod:`.captures`), and all other texts.
-"""
+"""Texts of what kernels add up for gradients of captured tensors and params."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from attndsl.ir import Op
 
 from ..emit.device_functions import PAIR, program_function
 from ..emit.expression import Printer
-from ..emit.text import device_function, scope_function
-from ..gradients.terms import ONE, SOURCES, terms_of
+from ..emit.module_lines import device_function, scope_function
+from ..gradients.gradient_terms import ONE, SOURCES, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..emit.facts import KernelFacts
-    from ..gradients.terms import Term
+    from ..gradients.gradient_terms import Term
 
     Lines = tuple[Sequence[str], set[str]]
     """Lines of device code, or functions, and the library functions that they use."""

@@ -1,7 +1,4 @@
-"""Texts of the kernels for keys that fit: the portable templates, with pieces in place of loops.
-
-Non-goals: which calls have such keys, and tile sizes.
-"""
+"""Texts of the kernels for keys that fit: the portable templates, with pieces in place of loops."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from .generate import constants, flags_of_program, functions_of_program, sink_of
 from .short_tiles import pieces_of
 
 if TYPE_CHECKING:
-    from attndsl.passes.tiles.plan import LoopPlan
+    from attndsl.passes.tiles.tile_plan import LoopPlan
 
     from ..kernels.config import Config
     from ..kernels.kernel import Job

@@ -2,8 +2,6 @@
 
 A tangent of a captured tensor is a captured tensor too: the kernel's program has one more for each
 that moves, and looks both up at the same places.
-
-Non-goals: all other texts (``generate.py``).
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from attndsl.passes.differentiate import differentiate
 
 from ..emit.device_functions import PAIR, program_function
 from ..emit.expression import print_expressions
-from ..emit.tangents import moved_name
-from ..gradients.terms import ONE, derivatives
+from ..emit.tangent_programs import moved_name
+from ..gradients.gradient_terms import ONE, derivatives
 from .generate_gradients import GradientTexts
 
 if TYPE_CHECKING:

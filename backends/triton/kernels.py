@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from attndsl.passes.tiles import plan
+from attndsl.passes.tiles import tile_plan
 
 from ..device.library import row_statistics
 from ..kernels.arguments import plain_arguments
@@ -20,7 +20,7 @@ from .generate_gradients import COLUMNS, ROWS
 if TYPE_CHECKING:
     from ..kernels.config import Config
     from ..kernels.kernel import Job
-    from ..kernels.machine import Machine
+    from ..kernels.target import Target
 
 _FOUR_WAVES = (4, 2, 1)
 """Forwards gain by four: see M14 in docs/measured.md."""
@@ -31,7 +31,7 @@ def _all_shifted(job: Job) -> dict[str, int | bool]:
     return {"FAR": 0}
 
 
-def _like_dq(job: Job, machine: Machine) -> tuple[Config, ...]:
+def _like_dq(job: Job, machine: Target) -> tuple[Config, ...]:
     if machine.target is None:
         return INTERPRETED
     return tiles.BACKWARD_Q.candidates(tiles.widths_of(job.facts), machine.shared)
@@ -45,7 +45,7 @@ FORWARD = _of_loop(
     entry="attention_forward",
     text=partial(attention_text, None),
     configs=tiles.FORWARD.configs,
-    loop=plan.FORWARD,
+    loop=tile_plan.FORWARD,
     loop_name="forward",
     templates=("softmax", "forward"),
     derives=False,
@@ -56,7 +56,7 @@ BACKWARD_KV = _of_loop(
     tasks=frozenset({Task.BACKWARD}),
     entry="attention_backward_kv",
     configs=tiles.BACKWARD_KV.configs,
-    loop=plan.BACKWARD_KV,
+    loop=tile_plan.BACKWARD_KV,
     loop_name="kv_pass",
     templates=("weights", "backward_kv"),
     text=partial(attention_text, COLUMNS),
@@ -67,7 +67,7 @@ BACKWARD_Q = _of_loop(
     tasks=frozenset({Task.BACKWARD}),
     entry="attention_backward_q",
     configs=tiles.BACKWARD_Q.configs,
-    loop=plan.BACKWARD_Q,
+    loop=tile_plan.BACKWARD_Q,
     loop_name="q_pass",
     templates=("weights", "backward_q"),
     text=partial(attention_text, ROWS),
@@ -79,7 +79,7 @@ TANGENT = _of_loop(
     entry="attention_tangent",
     text=partial(attention_text, None),
     configs=tiles.TANGENT.configs,
-    loop=plan.BACKWARD_Q,
+    loop=tile_plan.BACKWARD_Q,
     loop_name="q_pass",
     templates=("weights", "tangent"),
     waves=_FOUR_WAVES,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from attndsl.passes.tiles import plan
+from attndsl.passes.tiles import tile_plan
 
 from ..kernels.arguments import arguments_of
 from ..kernels.compile import Argument
 from ..kernels.kernel import Kernel, Task
 from .decode_kernels import NAME
-from .decode_tiles import SHAPES, Shape, configs_of
+from .decode_tiles import SHAPES, DecodeShape, configs_of
 from .generate_decode import decode_text
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def arguments(function: Any, facts: KernelFacts, config: Config) -> list[Argumen
     return found
 
 
-def _kernel(shape: Shape) -> Kernel:
+def _kernel(shape: DecodeShape) -> Kernel:
     return Kernel(
         name=f"serve_{shape}",
         family=NAME,
@@ -56,7 +56,7 @@ def _kernel(shape: Shape) -> Kernel:
         text=partial(decode_text, shape),
         configs=partial(configs_of, shape),
         arguments=arguments,
-        loop=plan.FORWARD,
+        loop=tile_plan.FORWARD,
         loop_name="forward",
         templates=("softmax", "parts", "serve"),
         derives=False,

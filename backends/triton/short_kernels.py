@@ -10,12 +10,12 @@ from functools import partial
 from ..kernels.arguments import plain_arguments
 from ..kernels.kernel import Kernel, Task
 from .generate_short import short_text
-from .short_tiles import Shape, configs_of, shapes
+from .short_tiles import ShortShape, configs_of, shapes
 
 NAME = "short"
 
 
-def _kernel(task: Task, shape: Shape) -> Kernel:
+def _kernel(task: Task, shape: ShortShape) -> Kernel:
     backward = task is Task.BACKWARD
     return Kernel(
         name=f"{task.name}_{shape}",

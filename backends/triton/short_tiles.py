@@ -18,7 +18,7 @@ from .tiles import NARROW, widths_of
 
 if TYPE_CHECKING:
     from ..kernels.kernel import Job
-    from ..kernels.machine import Machine
+    from ..kernels.target import Target
     from .tiles import Widths
 
 _PIECES: dict[int, tuple[int, ...]] = {
@@ -51,7 +51,7 @@ _MOST_BYTES_OF_BACKWARD = 128 * 64 * 2 * 2
 """The same where dK and dV stay in registers."""
 
 
-class Shape(NamedTuple):
+class ShortShape(NamedTuple):
     """Rows of a query tile and keys that a kernel's programs hold."""
 
     rows: int
@@ -66,7 +66,7 @@ class Shape(NamedTuple):
         return f"{self.rows}x{self.keys}" + "_long" * self.long
 
 
-def shapes(backward: bool) -> list[Shape]:
+def shapes(backward: bool) -> list[ShortShape]:
     """All of a direction."""
     known = KEYS_OF_BACKWARD if backward else KEYS
     lengths = (*ROWS, _FEW_ROWS + 1)
@@ -97,14 +97,14 @@ def most_keys(widths: Widths, backward: bool) -> int:
     return max((keys for keys in known if keys_held(keys, widths, backward)), default=0)
 
 
-def shape_of(q_len: int, keys: int, backward: bool) -> Shape:
+def shape_of(q_len: int, keys: int, backward: bool) -> ShortShape:
     """Rows and keys that programs hold in a call of ``q_len`` rows."""
     long = q_len > _FEW_ROWS
     most = _ROWS_OF_BACKWARD if backward and not long else ROWS[-1]
-    return Shape(next((rows for rows in ROWS if rows >= min(q_len, most)), most), keys, long)
+    return ShortShape(next((rows for rows in ROWS if rows >= min(q_len, most)), most), keys, long)
 
 
-def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
+def configs_of(shape: ShortShape, job: Job, machine: Target) -> tuple[Config, ...]:
     """Candidates of a kernel, in order; one alone for the interpreter."""
     if machine.target is None:
         return (Config(shape.rows, shape.keys, 4, 1),)
@@ -123,7 +123,7 @@ def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _of_forward(shape: Shape, widths: Widths) -> list[Config]:
+def _of_forward(shape: ShortShape, widths: Widths) -> list[Config]:
     rows, keys, long = shape
     warps = _WARPS[rows]
     found = [Config(rows, keys, warps, 1)]
@@ -135,7 +135,7 @@ def _of_forward(shape: Shape, widths: Widths) -> list[Config]:
     return found
 
 
-def _of_backward(shape: Shape, widths: Widths) -> list[Config]:
+def _of_backward(shape: ShortShape, widths: Widths) -> list[Config]:
     rows, keys, long = shape
     least = triton.next_power_of_2(max(1, keys * widths.both // _SUMS_OF_WARP))
     small = min(rows, _ROWS_OF_BACKWARD)

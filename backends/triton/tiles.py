@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..emit.facts import KernelFacts
     from ..kernels.kernel import Job
-    from ..kernels.machine import Machine
+    from ..kernels.target import Target
 
 _FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1))
 NARROW = 16
@@ -79,7 +79,7 @@ class Tiles:
     whole_diagonals: bool = False
     """Whether the rows of a tile must be a multiple of its columns."""
 
-    def configs(self, job: Job, machine: Machine) -> Row:
+    def configs(self, job: Job, machine: Target) -> Row:
         """Configurations of a job, in order; one alone for the interpreter."""
         if machine.target is None:
             return INTERPRETED
@@ -96,7 +96,7 @@ class Tiles:
             shared_memory: Bytes that one program may use.
             work: What a program's loop is like: ``dense``, ``masked``, ``short`` (the tiles do not
                 grow with the length), or ``short partial`` (and few of them are FULL).
-            of_pair: Instructions that a pair takes besides products (:mod:`..kernels.pair_work`).
+            of_pair: Instructions that a pair takes besides products (:mod:`..kernels.cost_model`).
         """
         width = max(64, widths.d, widths.dv)
         # An fp32 element takes the room of two: the table's row for twice the width fits.

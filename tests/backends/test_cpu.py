@@ -21,12 +21,12 @@ from attndsl.backends.tiled.sdpa_causal import Triangles
 from attndsl.backends.tiled.sdpa_spans import Biases, SpanAttention
 from attndsl.backends.tiled.tile_expressions import Tile
 from attndsl.backends.tiled.tile_kinds import tile_kinds
+from attndsl.call.autograd import attend
+from attndsl.call.bind import bind
 from attndsl.call.options import CallOptions, Location
 from attndsl.errors import UnsupportedError
 from attndsl.ir import SCORE, Op, Program, const, node
 from attndsl.pipeline import lower_program
-from attndsl.runtime.autograd import attend
-from attndsl.runtime.bind import bind
 
 BACKEND = CPUBackend()
 PLACE = SimpleNamespace(device="cpu", shape=(2, 4, 37, 8))

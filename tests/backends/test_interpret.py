@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from attndsl.backends.dense.interpret import RULES, Scope, check_lookups, evaluate
+from attndsl.backends.dense.interpret import RULES, LeafValues, check_lookups, evaluate
 from attndsl.errors import ArgumentError
 from attndsl.ir import DType, Op, cast, const, load, node, param, size, var
 
@@ -23,7 +23,7 @@ def scope(params=None, tensors=None, sizes=None, score=None, dtype=torch.float64
     }
     score = torch.zeros((1, 1, 1, 1), dtype=dtype) if score is None else score
     kv = torch.arange(8).reshape(1, 1, 1, 8)
-    return Scope({"q": kv.mT, "kv": kv}, sizes or {}, values, tensors or {}, score)
+    return LeafValues({"q": kv.mT, "kv": kv}, sizes or {}, values, tensors or {}, score)
 
 
 def ints(op, *rows):

@@ -10,11 +10,11 @@ import torch
 import attndsl
 from attndsl import compat, errors
 from attndsl.backends.kernels.kernel import Task
-from attndsl.backends.triton.repair import repair_results
+from attndsl.backends.triton.nan_repair import repair_results
+from attndsl.call.bind import bind
+from attndsl.call.dispatch import get_backend
 from attndsl.call.options import WHOLE, CallOptions
 from attndsl.ir import bounds_keys
-from attndsl.runtime.bind import bind
-from attndsl.runtime.dispatch import get_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 

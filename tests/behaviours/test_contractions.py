@@ -11,10 +11,10 @@ import attndsl
 from attndsl import errors
 from attndsl.backends.base import Backward, Wants
 from attndsl.backends.tiled.contractions import Wide, why_tiles
-from attndsl.passes.widen import with_heads_apart
+from attndsl.call.bind import bind
+from attndsl.call.dispatch import backend_of
+from attndsl.passes.fold_dots import with_heads_apart
 from attndsl.pipeline import lower
-from attndsl.runtime.bind import bind
-from attndsl.runtime.dispatch import backend_of
 from attndsl.source import Source
 
 DECLARED = {

@@ -326,9 +326,9 @@ def test_shifted_and_mapped_positions(check):
 @pytest.mark.parametrize("mask", ["none", "documents"])
 def test_one_program_goes_through_all_batch_entries_and_heads(check, monkeypatch, mask):
     """As on GPUs where tiles are many; the documents differ from batch entry to batch entry."""
-    from attndsl.backends.triton.captures import pairs
+    from attndsl.backends.triton.captures import pair_gradients
 
-    monkeypatch.setattr(pairs, "PROGRAMS", 1)
+    monkeypatch.setattr(pair_gradients, "PROGRAMS", 1)
     place = SimpleNamespace(device="cpu", backend="triton", shape=(2, 2, 9, 16))
     captures = {"t": torch.randn(9, 35).half().requires_grad_()}
     text = "tensor t[q_len, kv_len]: float; score = score + 1.5 * t[q, kv]"

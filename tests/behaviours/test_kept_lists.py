@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import attndsl
-from attndsl.backends.kernels.kept_lists import KeptLists
-from attndsl.runtime.dispatch import get_backend
+from attndsl.backends.kernels.tile_list_cache import KeptLists
+from attndsl.call.dispatch import get_backend
 
 DOCUMENTS = "tensor doc[batch, kv_len]: int\nmask = q >= kv and doc[b, q] == doc[b, kv]"
 LENGTH = 70

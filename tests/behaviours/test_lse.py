@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.runtime.dispatch import get_backend
+from attndsl.call.dispatch import get_backend
 
 CAUSAL = "mask = q >= kv; score = score * 1.25"
 

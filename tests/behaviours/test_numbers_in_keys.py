@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import attndsl
 from attndsl import errors
 from attndsl.backends.tiled import step_plan
+from attndsl.call.op_encoding import EncodedCall
 from attndsl.flex import flex_attention
+from attndsl.inspection import flops
 from attndsl.ir import DType, ParamDecl, Program, const, param
-from attndsl.operands import Operands
 from attndsl.parallel import ContextParallel, Shape
-from attndsl.runtime import flops
-from attndsl.runtime.programs import make_spec
+from attndsl.runtime.program_store import make_spec
 
 SIDE = "param p: float\nmask = float(q - kv) < 1.0 / p"
 """All pairs are live for 0.0, and none is for -0.0."""
@@ -87,7 +87,7 @@ def test_counts_of_operations() -> None:
 
     def share(*numbers: float) -> list[int]:
         return [
-            flops.live_share(Operands(spec, "auto", False, q, k, v, [], [], [False], [], [x]))[0]
+            flops.live_share(EncodedCall(spec, "auto", False, q, k, v, [], [], [False], [], [x]))[0]
             for x in numbers
         ]
 

@@ -15,7 +15,7 @@ from support.fork_server import compiling, run_python
 
 import attndsl
 from attndsl.errors import ArgumentError, AttnDSLError, ConfigError, TypeMismatchError
-from attndsl.introspection import Param, Tensor
+from attndsl.inspection.call_inputs import Param, Tensor
 
 if TYPE_CHECKING:
     from pathlib import Path

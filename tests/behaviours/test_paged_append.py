@@ -8,7 +8,7 @@ from support.serving import in_pages
 
 import attndsl
 from attndsl import errors
-from attndsl.backends.generated.backend import GeneratedBackend
+from attndsl.backends.engine.backend import GeneratedBackend
 
 FP8 = torch.float8_e4m3fn
 HEADS, DIM, VALUE_DIM, PAGE = 2, 8, 6, 3
@@ -152,7 +152,7 @@ def test_numbers_too_small_for_a_scale_are_zeros():
 
 @pytest.mark.parametrize("dtype", [torch.float32, FP8])
 def test_where_no_token_has_a_place_nothing_is_written(dtype, monkeypatch):
-    monkeypatch.setattr("attndsl.runtime.paged.looks_at_values", lambda device: False)
+    monkeypatch.setattr("attndsl.serving.paged.looks_at_values", lambda device: False)
     cache = empty_cache(dtype, scales_of("positions") if dtype is FP8 else (None, None))
     cache.table.fill_(99)
     cache.lengths.fill_(1)
@@ -195,7 +195,7 @@ def test_a_wrong_page_is_refused_or_left_alone(monkeypatch):
     starts = torch.tensor([0, 1, 2, 3])
     with pytest.raises(errors.ArgumentError, match="request 1 has page 99"):
         cache.append(k, k[..., :VALUE_DIM], starts)
-    monkeypatch.setattr("attndsl.runtime.paged.looks_at_values", lambda device: False)
+    monkeypatch.setattr("attndsl.serving.paged.looks_at_values", lambda device: False)
     cache.append(k, k[..., :VALUE_DIM], starts)
     assert (cache.k_pages == 1).sum() == 2 * HEADS * DIM
 

@@ -8,7 +8,7 @@ from support.serving import Shape, make_step, one_by_one
 
 import attndsl
 from attndsl import errors
-from attndsl.passes.widths import POSITION_LIMIT
+from attndsl.passes.int_ranges import POSITION_LIMIT
 
 LENGTHS, COUNTS = (7, 1, 13, 5, 9, 2), (1, 1, 6, 0, 3, 2)
 PROGRAMS = {
@@ -309,7 +309,7 @@ def test_bad_values_spoil_their_own_request_alone(monkeypatch):
     attention = attndsl.compile("causal()")
     step = make_step(LENGTHS, COUNTS)
     wanted = attention.serve(step.q, step.cache, step.starts)
-    monkeypatch.setattr("attndsl.serving.looks_at_values", lambda device: False)
+    monkeypatch.setattr("attndsl.serving.serve_call.looks_at_values", lambda device: False)
     step.cache.table[2] = torch.tensor([1 << 30, -5, 1 << 30, -1, 3])
     step.cache.lengths[4] = 1000
     found = attention.serve(step.q, step.cache, step.starts, most_queries=6)

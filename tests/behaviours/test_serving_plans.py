@@ -9,8 +9,8 @@ from support.serving import Shape, make_step
 
 import attndsl
 from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
-from attndsl.runtime.paged import PagedCache
-from attndsl.serving import Serving
+from attndsl.serving.paged import PagedCache
+from attndsl.serving.serve_call import Serving
 
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
 WINDOW = "mask = causal() and q - kv < 25; score = score + alibi() + kv_len / 7"
@@ -72,7 +72,7 @@ def test_layers_of_another_backend_are_their_own(device):
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_positions_are_those_of_now(device, monkeypatch, kind):
     """A plan that depends on no values serves a step whose positions are written anew."""
-    monkeypatch.setattr("attndsl.serving.looks_at_values", lambda device: False)
+    monkeypatch.setattr("attndsl.serving.serve_call.looks_at_values", lambda device: False)
     shape = SHAPE._replace(dtype=torch.bfloat16)
     q, cache, starts = on(device, make_step((30, 9), (5, 1), shape))
     attention = attndsl.compile("causal()", backend="decode")

@@ -120,7 +120,7 @@ def test_index_vectors_find_their_tiles(check, place):
 def test_a_hundred_lengths_and_windows_share_one_kernel(counted, device):
     """Closed forms depend on neither, and nothing is planned again."""
     from attndsl.backends.base import Call
-    from attndsl.passes.tiles.segments import closed_segments
+    from attndsl.passes.tiles.closed_form import closed_segments
     from attndsl.pipeline import lower
     from attndsl.source import Source
 
@@ -288,7 +288,7 @@ class TestVerify:
             attndsl.verify(DOCUMENTS, 100, 100, block_m=16, doc=torch.arange(100)[None] // 30)
 
     def test_each_first_call_is_checked_when_asked(self, monkeypatch):
-        from attndsl.runtime import tiles as module
+        from attndsl.inspection import tile_search as module
 
         checked = []
         verify = module.verify_call

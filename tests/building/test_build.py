@@ -17,13 +17,13 @@ from support.fork_server import COMMAND, run_python, run_script
 import attndsl
 from attndsl import cli
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.hopper.tiles import has_small_tiles
-from attndsl.backends.kernels.absent import TARGETS, AbsentGPU
+from attndsl.backends.hopper.tile_sizes import has_small_tiles
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
+from attndsl.backends.kernels.offline_gpu import TARGETS, AbsentGPU
 from attndsl.building import build
-from attndsl.building.calls import LENGTHS, Asked, examples
-from attndsl.building.pack import check_output
+from attndsl.building.bundle_calls import LENGTHS, CallGrid, examples
+from attndsl.building.bundle_pack import check_output
 from attndsl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def test_entries_of_bundles_are_listed_in_words(place: Workplace, command, monke
 )
 @pytest.mark.parametrize("text", ["score", "causal()"])
 def test_all_sizes_of_hopper_tiles_are_built(text, dim, lengths, rows) -> None:
-    asked = Asked(head_dims=(dim,), lengths=lengths)
+    asked = CallGrid(head_dims=(dim,), lengths=lengths)
     attention = attndsl.compile(text)
     made = list(examples(attention, asked))
     assert {x.operands[0].shape[2] for x in made} == rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.call import binding
+from attndsl.call import resolve
 from attndsl.errors import ShapeError
 
 
@@ -14,13 +14,13 @@ from attndsl.errors import ShapeError
 def bound(monkeypatch):
     """The lengths of calls that were bound."""
     lengths = []
-    real = binding.bind
+    real = resolve.bind
 
     def counted(program, operands, *rest):
         lengths.append(operands[1].shape[2])
         return real(program, operands, *rest)
 
-    monkeypatch.setattr(binding, "bind", counted)
+    monkeypatch.setattr(resolve, "bind", counted)
     return lengths
 
 

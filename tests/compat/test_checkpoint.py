@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 
 import attndsl
 from attndsl import scaled_dot_product_attention
-from attndsl.backends.dense import pulled
+from attndsl.backends.dense import vjp
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.flex import flex_attention
 from attndsl.foundation.caches import CACHES, Reason
@@ -188,7 +188,7 @@ def test_hooks_are_there_again_in_their_order():
     with hooks("outer"):
         with hooks("inner"):
             with pytest.raises(ZeroDivisionError):
-                pulled.pulled(lambda x: 1 / 0, (x,), (x,))
+                vjp.pulled(lambda x: 1 / 0, (x,), (x,))
             assert not seen
             x.sin()
         x.sin()

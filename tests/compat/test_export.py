@@ -14,10 +14,10 @@ from torch.export import Dim
 
 import attndsl
 from attndsl import scaled_dot_product_attention
+from attndsl.call.op_encoding import EncodedCall, packed
 from attndsl.compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from attndsl.errors import ShapeError, UnsupportedError
 from attndsl.flex import create_block_mask, flex_attention
-from attndsl.operands import Operands, packed
 
 ALIBI = attndsl.compile(
     "tensor slope[heads]: float; param near: int; param gain: float\n"
@@ -325,7 +325,7 @@ def test_tensors_without_elements_have_weights_and_all_derivatives():
 def test_no_operator_has_an_empty_list_of_tensors_or_ints():
     """Packages of AOTInductor would give None for it."""
     x = torch.randn(1, 2, 5, 4)
-    given = packed(Operands(attndsl.compile("causal()")._spec, "auto", False, x, x, x))
+    given = packed(EncodedCall(attndsl.compile("causal()")._spec, "auto", False, x, x, x))
     assert given.tensors
     assert given.ints
     out, _ = torch.ops.attndsl.forward(*given)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import (
 )
 
 import attndsl
-from attndsl.runtime import flops
+from attndsl.inspection import flops
 
 SHAPES = ((2, 4, 7, 16), (2, 2, 9, 16), (2, 2, 9, 24))
 LONG = ((1, 2, 700, 8), (1, 2, 1000, 8), (1, 2, 1000, 8))

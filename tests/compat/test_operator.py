@@ -13,19 +13,19 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import attndsl
-from attndsl.call.options import Location
-from attndsl.operands import (
+from attndsl.call.bind import bind
+from attndsl.call.op_encoding import (
     AskedGradients,
-    Operands,
+    EncodedCall,
     heading,
     of_gradients,
     packed,
     parts_of_gradients,
     unpacked,
 )
-from attndsl.runtime.bind import bind
-from attndsl.runtime.operator import Request, location_of, operands
-from attndsl.runtime.programs import make_spec
+from attndsl.call.options import Location
+from attndsl.call.torch_ops_impl import OperatorCall, location_of, operands
+from attndsl.runtime.program_store import make_spec
 
 TEXT = """
 tensor gain[heads]: float
@@ -201,13 +201,13 @@ def test_operators_take_negative_views():
     view = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert view.is_neg()
     torch.testing.assert_close(view, x)
-    given = packed(Operands(attention._spec, "cpu", False, view, view, view))
+    given = packed(EncodedCall(attention._spec, "cpu", False, view, view, view))
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             out, _ = torch.ops.attndsl.forward(*given)
             torch.testing.assert_close(out, attention(x, x, x))
     leaves = [view.detach().requires_grad_() for _ in range(3)]
-    given = packed(Operands(attention._spec, "cpu", False, *leaves))
+    given = packed(EncodedCall(attention._spec, "cpu", False, *leaves))
     out, lse = torch.ops.attndsl.forward(*given)
     grads = torch.autograd.grad(out.sum() + lse.sum(), leaves)
     own = [x.clone().requires_grad_() for _ in range(3)]
@@ -219,7 +219,7 @@ def test_operators_take_negative_views():
 def test_every_operand_comes_back():
     """From the arguments that stand for it."""
     q, k, v, a, b, c, d, e, f, g = torch.randn(10, 2)
-    given = Operands(
+    given = EncodedCall(
         '{"text": "a\\nb"}', "cpu", True, q, k, v, [a, b], [c], [False, True, False], [4, 1],
         [0.5, -0.0], d, 3, 5, e, f, 7, True, g, True, [8, -1, 2, 2, 3, 0, 1, 0, 1], a,
     )  # fmt: skip
@@ -234,7 +234,7 @@ def test_every_operand_comes_back():
         else:
             plain = list(own) if isinstance(wanted, list) else own
             assert repr(plain) == repr(wanted), name
-    few = Operands("spec", "auto", False, q, k, v)
+    few = EncodedCall("spec", "auto", False, q, k, v)
     assert unpacked(*packed(few))[:3] == few[:3]
     assert unpacked(*packed(few))[6:] == ([], [], (), [], [], *few[11:20], [], None)
 
@@ -256,7 +256,7 @@ def test_a_part_lies_where_it_lay(given):
     program = attndsl.compile("causal()").lowered.program
     tensors = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 6)
     call = bind(program, tensors, {}, Location(**given))
-    asked = operands(Request(make_spec("causal()", {}), "cpu", False), call, None)
+    asked = operands(OperatorCall(make_spec("causal()", {}), "cpu", False), call, None)
     found = bind(program, tensors, {}, location_of(unpacked(*packed(asked))))
     assert (found.sizes, found.part) == (call.sizes, call.part)
     places = [
@@ -271,7 +271,7 @@ def test_what_is_constant_is_one_line_of_any_program(text, backend):
     """Inductor writes it into comments, whose code it writes between three quotes."""
     x = torch.zeros(1)
     spec = make_spec(text, {})
-    call = packed(Operands(spec, backend, False, x, x, x))
+    call = packed(EncodedCall(spec, backend, False, x, x, x))
     head = heading(call.what)
     assert (head.spec, head.backend) == (spec, backend)
     gradients = of_gradients(call, [x, x, x], AskedGradients([True, False]))

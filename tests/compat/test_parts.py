@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 )
 
 import attndsl
-from attndsl.operands import Operands, packed
+from attndsl.call.op_encoding import EncodedCall, packed
 
 SIZED = attndsl.compile("""
 tensor slope[heads]: float
@@ -108,7 +108,7 @@ def test_whole_tensors_in_operators():
     leaves = _leaves()
     q, k, v, slope, bias = (x.detach() for x in leaves)
     operands = q[:, 4:, 10:].sin(), k[:, 2:], v[:, 2:]
-    given = Operands(
+    given = EncodedCall(
         SIZED._spec, "cpu", False, *operands, [slope, bias], q_offset=10, seed=5,
         whole=[32, -1, 8, 4, 2, 4, 0, 0, 0],
     )  # fmt: skip

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import attndsl
-from attndsl.cli.checking import check, describe
-from attndsl.cli.formats import Format
+from attndsl.cli.check_command import check, describe
+from attndsl.cli.error_formats import Format
 from attndsl.errors import AttnDSLError, flatten
 
 NAMES = ["w", "name", "exact", "backend", "checked", "first_line", "text", "params", "q", "no name"]

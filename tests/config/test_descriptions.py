@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 import attndsl
-from attndsl.cli.inputs import read_program
+from attndsl.cli.program_inputs import read_program
 from attndsl.config import MAX_DESCRIPTION, read_config
 from attndsl.errors import ConfigError
 

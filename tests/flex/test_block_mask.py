@@ -22,7 +22,7 @@ from attndsl.errors import (
     UnsupportedError,
 )
 from attndsl.flex import AuxRequest, BlockMask, create_block_mask, flex_attention, noop_mask
-from attndsl.runtime.tiles import kinds_by_pairs
+from attndsl.inspection.tile_search import kinds_by_pairs
 
 B, H, Q, KV, D = 2, 2, 20, 36, 8
 DOC = torch.arange(KV).repeat(B, 1) // torch.tensor([[7], [12]])

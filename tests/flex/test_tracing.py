@@ -258,7 +258,7 @@ def test_what_is_no_function_is_refused():
 
 def test_any_sum_of_traced_operations_is_a_program():
     # Every function of the table with one operand, nested at random: what is printed is read back.
-    from attndsl.flex.functions import FUNCTIONS
+    from attndsl.flex.torch_functions import FUNCTIONS
 
     rng = random.Random(0)
     names = ["sigmoid", "tanh", "abs", "neg", "floor", "relu", "gelu", "square", "sinh", "round"]

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from attndsl.backends.kernels.counts import Counts
 from attndsl.backends.kernels.modules import Modules
-from attndsl.flex.cache import TraceCache
+from attndsl.backends.kernels.work_counters import Counts
+from attndsl.flex.trace_cache import TraceCache
 from attndsl.foundation.caches import CACHES, BoundedCache, Reason, memoised
 
 

@@ -7,7 +7,7 @@ import pytest
 from attndsl.errors import AttnDSLError, flatten
 from attndsl.frontend import hints
 from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
-from attndsl.frontend.names import is_free
+from attndsl.frontend.program_names import is_free
 from attndsl.pipeline import check, lower, warnings_of
 from attndsl.source import Source
 

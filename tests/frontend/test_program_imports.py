@@ -23,8 +23,8 @@ from attndsl.errors import (
 )
 from attndsl.frontend import limits, read
 from attndsl.frontend.format import format_source
-from attndsl.frontend.imports import expand
 from attndsl.frontend.parse import parse
+from attndsl.frontend.program_imports import expand
 from attndsl.frontend.statements import split_statements
 from attndsl.pipeline import check, stages
 from attndsl.source import Source

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from attndsl import ir
-from attndsl.frontend import functions, names, reserved, vocabulary
+from attndsl.frontend import builtin_functions, program_names, reserved_names, vocabulary
 from attndsl.frontend.parse import lexer
 from attndsl.frontend.prelude import prelude_comment, prelude_names
-from attndsl.frontend.reserved import ALWAYS
+from attndsl.frontend.reserved_names import ALWAYS
 from attndsl.frontend.vocabulary import Kind, kinds, terminals, tokens
 from attndsl.pipeline import lower
 from attndsl.source import Source
@@ -39,15 +39,18 @@ def test_terminals_are_those_that_the_parser_has():
 
 def test_words_and_names_are_all_there():
     known = kinds()
-    assert set(terminals().words) == set(WORDS) == reserved.WORDS
+    assert set(terminals().words) == set(WORDS) == reserved_names.WORDS
     assert vocabulary.declarations() == ("def", "import", "param", "tensor")
     assert {n for n, k in known.items() if k is Kind.PRELUDE} == set(prelude_names())
-    assert reserved.TARGETS | ALWAYS | functions.NAMES | {d.value for d in ir.DType} <= known.keys()
+    assert (
+        reserved_names.TARGETS | ALWAYS | builtin_functions.NAMES | {d.value for d in ir.DType}
+        <= known.keys()
+    )
     # A name is free exactly if it is no part of the vocabulary, but for words that only fail.
     for name in known:
-        assert not names.is_free(name) or name in ("int", "float", "bool")
+        assert not program_names.is_free(name) or name in ("int", "float", "bool")
     for name in ("window", "doc", "q_idx"):
-        assert names.is_free(name)
+        assert program_names.is_free(name)
         assert name not in known
 
 

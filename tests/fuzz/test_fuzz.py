@@ -27,7 +27,7 @@ from support.fork_server import run_python, run_script
 import attndsl
 from attndsl.backends.dense import interpret
 from attndsl.ir import Op
-from attndsl.runtime import packed
+from attndsl.serving import ragged_batch
 
 SEED = 5
 SCRIPT = Path(__file__).with_name("run.py")
@@ -130,12 +130,12 @@ def test_a_defect_is_found_and_shrunk(monkeypatch):
 
 
 def test_a_token_that_is_off_by_one_is_found(monkeypatch):
-    real = packed.Packed
+    real = ragged_batch.Packed
 
     def off(starts, *rest):
         return real(starts + 1, *rest)
 
-    monkeypatch.setattr(packed, "Packed", off)
+    monkeypatch.setattr(ragged_batch, "Packed", off)
     report = run(Plan((Place("cpu", served=True),), 60, SEED, shrinking=0.0))
     assert any("token" in failure.reproduction for failure in report.failures)
     assert any("Served(attn" in failure.reproduction for failure in report.failures)

@@ -17,13 +17,13 @@ import torch
 from fuzz.masks import DIMS, EXTREMES, NUMBERS, Masks, smaller, text_of, value_of
 
 from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, segment_kinds
+from attndsl.call.call_slice import CallSizes
+from attndsl.call.meta_call import call_of_lengths
 from attndsl.call.options import Location
 from attndsl.errors import AttnDSLError
-from attndsl.passes.tiles.plan import DIRECTIONS, EMPTY, FULL
+from attndsl.inspection.tile_search import find_tiles, verify_call
+from attndsl.passes.tiles.tile_plan import DIRECTIONS, EMPTY, FULL
 from attndsl.pipeline import lower
-from attndsl.runtime.lengths import call_of_lengths
-from attndsl.runtime.location import Sizes
-from attndsl.runtime.tiles import find_tiles, verify_call
 from attndsl.source import Source
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def what_is_wrong(case: Case, report: Report | None = None) -> str | None:
     captures = {name: value for name, value in captures_of(case).items() if name in names}
     call = call_of_lengths(
         lowered,
-        Sizes(*case.lengths, case.batch, case.heads, head_dim=4),
+        CallSizes(*case.lengths, case.batch, case.heads, head_dim=4),
         captures,
         Location(**positions_of(case)),
         None,

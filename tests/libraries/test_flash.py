@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attndsl import compat, errors
-from attndsl.compat.programs import packed_rows
+from attndsl.compat.shared_program import packed_rows
 
 
 def plain(q, k, v, *, mask, scale=None, softcap=0.0, slopes=None, distance=None):

@@ -92,7 +92,7 @@ class TestModel:
             module(x, x, x, attention_masks=None)
 
     def test_layers_share_documents_until_starts_change(self):
-        home = importlib.import_module("attndsl.torchtitan.attention")
+        home = importlib.import_module("attndsl.torchtitan.attention_module")
 
         def found(starts, batch=2, length=4):
             return home._documents(starts, batch, length)
@@ -122,7 +122,7 @@ class TestModel:
     def test_layers_of_a_step_make_documents_once(self):
         model = self.model(self.attention.Config())
         assert len(model.layers) > 1
-        kept = importlib.import_module("attndsl.torchtitan.attention")._KEPT
+        kept = importlib.import_module("attndsl.torchtitan.attention_module")._KEPT
         masks = model.get_attention_masks(torch.arange(16).expand(2, -1))
         before = kept.made
         model(torch.zeros(2, 16, dtype=torch.int64), attention_masks=masks)

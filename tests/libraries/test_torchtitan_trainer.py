@@ -89,7 +89,7 @@ def test_layouts_are_those_that_the_configuration_names(told):
     assert told[1, "alone"][0]["explained"] == ""
     assert "head_tail" in told[2, "compiled"][0]["explained"]
     assert "balanced" in told[2, "eager"][0]["explained"]
-    layout_of = importlib.import_module("attndsl.torchtitan.sharing").layout_of
+    layout_of = importlib.import_module("attndsl.torchtitan.sharing_config").layout_of
     assert (layout_of(None), layout_of("auto")) == ("contiguous", "auto")
 
 
@@ -119,9 +119,12 @@ def mesh():
 )
 def test_a_graph_has_what_eager_calls_have(mesh, program, epilogue):
     """The log-sum-exp too, by which gpt-oss scales outputs; gradients come through both."""
-    parts = [importlib.import_module(f"attndsl.torchtitan.{x}") for x in ("shared", "rows")]
+    parts = [
+        importlib.import_module(f"attndsl.torchtitan.{x}")
+        for x in ("shared_attention", "shared_batches")
+    ]
     module = parts[0].Shared.Config(program=program, window_size=(20, 0)).build()
-    rows = parts[1].Rows(mesh, "auto", [module], Shape(1, 4, 2, 8, 8))
+    rows = parts[1].SharedRows(mesh, "auto", [module], Shape(1, 4, 2, 8, 8))
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     drawn = torch.Generator().manual_seed(2)
     for begin in (20, 33):
@@ -146,7 +149,7 @@ def test_a_graph_has_what_eager_calls_have(mesh, program, epilogue):
 
 
 def test_a_module_without_a_trainer_says_what_it_needs():
-    shared = importlib.import_module("attndsl.torchtitan.shared")
+    shared = importlib.import_module("attndsl.torchtitan.shared_attention")
     x = torch.zeros(1, 4, 1, 8)
     with pytest.raises(errors.ArgumentError, match="says no documents") as caught:
         shared.Shared.Config().build()(x, x, x, attention_masks=None)
@@ -183,7 +186,7 @@ def layers_with(attention):
     ],
 )
 def test_what_cannot_be_shared_is_refused(path, value, said):
-    sharing = importlib.import_module("attndsl.torchtitan.sharing")
+    sharing = importlib.import_module("attndsl.torchtitan.sharing_config")
     trainer = importlib.import_module("attndsl.torchtitan.trainer")
     with pytest.raises(errors.AttnDSLError, match=said) as caught:
         sharing.shared(changed(path, value), trainer.Validator)
@@ -191,7 +194,7 @@ def test_what_cannot_be_shared_is_refused(path, value, said):
 
 
 def test_models_that_cannot_be_shared_are_refused():
-    sharing = importlib.import_module("attndsl.torchtitan.sharing")
+    sharing = importlib.import_module("attndsl.torchtitan.sharing_config")
     attention = importlib.import_module("torchtitan.models.common.attention")
     own = importlib.import_module("attndsl.torchtitan").Attention
     for given, said in (
@@ -208,7 +211,7 @@ def test_models_that_cannot_be_shared_are_refused():
 
 
 def test_a_validator_of_another_kind_is_refused():
-    sharing = importlib.import_module("attndsl.torchtitan.sharing")
+    sharing = importlib.import_module("attndsl.torchtitan.sharing_config")
     trainer = importlib.import_module("attndsl.torchtitan.trainer")
     config = config_of(Run(2))
     config.validator = trainer.Validator.Config(enable=True)
@@ -217,7 +220,7 @@ def test_a_validator_of_another_kind_is_refused():
 
 
 def test_the_configuration_stays_as_it_is():
-    sharing = importlib.import_module("attndsl.torchtitan.sharing")
+    sharing = importlib.import_module("attndsl.torchtitan.sharing_config")
     trainer = importlib.import_module("attndsl.torchtitan.trainer")
     own = importlib.import_module("attndsl.torchtitan").Attention
     config = config_of(RUNS[2]["eager"])
@@ -251,7 +254,7 @@ def test_the_example_is_a_configuration_of_torchtitan(monkeypatch):
     )  # fmt: skip
     home = importlib.import_module("attndsl.torchtitan")
     assert type(config) is home.Trainer.Config
-    sharing = importlib.import_module("attndsl.torchtitan.sharing")
+    sharing = importlib.import_module("attndsl.torchtitan.sharing_config")
     validator = importlib.import_module("attndsl.torchtitan.trainer").Validator
     found = sharing.shared(config, validator)
     assert sharing.shape_of(found) == (1, 32, 8, 128, 128, 2)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attndsl.parallel import eager
-from attndsl.parallel.routes import Part, _whole
+from attndsl.parallel import eager_exchange
+from attndsl.parallel.comm_plan import RowRun, _whole
 
 ROWS = 24
 
@@ -47,7 +47,7 @@ def test_each_row_is_the_sum_of_all_that_have_it(some, run, dtype):
     grads = grads_of(some)
     wanted = total_of(grads)[:, :, run[0] : run[1]].to(dtype)
     room = torch.full_like(wanted, torch.nan)
-    eager._put(grads, run, room)
+    eager_exchange._put(grads, run, room)
     assert torch.equal(room, wanted)
 
 
@@ -76,10 +76,10 @@ def test_what_calls_and_ranks_have_computed_is_added_up(some, sent, group, toget
         place = wanted[:, rank % group * heads :][:, :heads]
         for (start, stop), grad in parts:
             place[:, :, start:stop] += grad
-    sums = eager.Sums(table, None)
+    sums = eager_exchange.FetchedGradients(table, None)
     sums._trip = Sent(arrived)
     for keys, grad in grads:
-        sums.add(Part(0, 0, 0, keys, -1, 0), (grad, grad.clone()))
+        sums.add(RowRun(0, 0, 0, keys, -1, 0), (grad, grad.clone()))
     like = [torch.empty(1, heads, 0, 3)] * 2
     for found in sums.returned(like, torch.bfloat16):
         assert found.dtype is torch.bfloat16

@@ -12,7 +12,7 @@ from attndsl.frontend.prelude import prelude_names
 from attndsl.pipeline import stages
 from attndsl.play.answers import answer
 from attndsl.play.examples import examples, words
-from attndsl.play.records import Asked, Kind, Problem, View, read_asked
+from attndsl.play.messages import PageRequest, PictureCall, RequestKind, TextProblem, read_asked
 from attndsl.source import Source
 
 GEMMA = """\
@@ -107,7 +107,7 @@ def test_errors_of_equal_nodes_point_into_the_text_at_hand():
 
 def test_settings_that_cannot_be_are_problems_without_a_place():
     (found,) = ask("picture", "q >= kv", view={"h": 9}).problems
-    assert found == Problem("h is 9, and heads is 4", "give 0 to 3, or a larger heads")
+    assert found == TextProblem("h is 9, and heads is 4", "give 0 to 3, or a larger heads")
     (found,) = ask("picture", "q >= kv", view={"q_len": 1024, "block_m": 1}).problems
     assert "256" in found.hint
 
@@ -181,7 +181,7 @@ def test_layout():
     ids=range(18),
 )  # fmt: skip
 def test_no_text_raises(text):
-    for kind in Kind:
+    for kind in RequestKind:
         found = ask(kind, text)
         assert (found.result is None) == (found.problems != ())
         assert not any("compiler failed" in p.message for p in found.problems), found.problems
@@ -199,8 +199,8 @@ def test_a_failure_of_the_compiler_is_a_problem(monkeypatch):
     def fails(*_):
         raise KeyError("no such node")
 
-    monkeypatch.setitem(answer.__globals__["_WAYS"], Kind.PICTURE, fails)
-    (found,) = answer(Asked(Kind.PICTURE, "q >= kv")).problems
+    monkeypatch.setitem(answer.__globals__["_WAYS"], RequestKind.PICTURE, fails)
+    (found,) = answer(PageRequest(RequestKind.PICTURE, "q >= kv")).problems
     assert found.message == "the compiler failed: KeyError: 'no such node'"
     assert "report" in found.hint
 
@@ -210,8 +210,8 @@ def test_lack_of_memory_is_a_problem(monkeypatch, error):
     def fails(*_):
         raise error
 
-    monkeypatch.setitem(answer.__globals__["_WAYS"], Kind.PICTURE, fails)
-    (found,) = answer(Asked(Kind.PICTURE, "q >= kv")).problems
+    monkeypatch.setitem(answer.__globals__["_WAYS"], RequestKind.PICTURE, fails)
+    (found,) = answer(PageRequest(RequestKind.PICTURE, "q >= kv")).problems
     assert "memory" in found.message
 
 
@@ -256,7 +256,7 @@ def test_a_program_beyond_the_limit_is_refused():
 
 def test_requests_go_through_json_unchanged():
     params = {"a": 1 << 62, "b": float("inf"), "c": True, "d": 0.1}
-    asked = Asked(Kind.DETAILS, "q >= kv", params, View(q_len=7, raw_score=0.5))
+    asked = PageRequest(RequestKind.DETAILS, "q >= kv", params, PictureCall(q_len=7, raw_score=0.5))
     assert read_asked(json.loads(json.dumps(asked.as_json()))) == asked
 
 

@@ -20,11 +20,16 @@ import attndsl
 from attndsl import cli, settings
 from attndsl.backends.key import KernelKey, version_of
 from attndsl.errors import CacheWarning, ConfigError
-from attndsl.fingerprint import source_fingerprint
-from attndsl.runtime import bundled, bundles
-from attndsl.runtime.bundled import BundledCache, import_bundle, imported_places, remove_imported
+from attndsl.foundation.fingerprint import source_fingerprint
+from attndsl.runtime import bundle_store, bundles
+from attndsl.runtime.bundle_store import (
+    BundledCache,
+    import_bundle,
+    imported_places,
+    remove_imported,
+)
 from attndsl.runtime.bundles import Versions, open_bundle
-from attndsl.runtime.cache import KernelCache, entry_text
+from attndsl.runtime.disk_cache import KernelCache, entry_text
 from attndsl.settings import BundlePlace, add_bundle, read_bundles
 
 KEY = "a" * 64
@@ -388,7 +393,7 @@ def test_many_processes_import_at_once(folder, tmp_path) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert any(pool.map(imported, range(8)))
     (place,) = imported_places(cache.folder)
-    assert bundled.checked_bundle(*place).digest == place.digest
+    assert bundle_store.checked_bundle(*place).digest == place.digest
     assert [path.name for path in place.path.parent.iterdir()] == [place.digest]
 
 
@@ -404,8 +409,8 @@ def test_a_copy_that_another_process_has_put_there_meanwhile_stays(
             raise ConfigError("no such folder")
         return checked(target, digest)
 
-    checked = bundled.checked_bundle
-    monkeypatch.setattr(bundled, "checked_bundle", late)
+    checked = bundle_store.checked_bundle
+    monkeypatch.setattr(bundle_store, "checked_bundle", late)
     assert not import_bundle(folder, cache).new
     assert imported_places(cache.folder) == [BundlePlace(asked[0], asked[0].name)]
 
@@ -530,11 +535,11 @@ def test_keys_do_not_depend_on_torch() -> None:
 def test_the_key_of_a_kernel_is_the_same_for_another_torch(monkeypatch) -> None:
     import torch
 
-    from attndsl.backends.generated import source
+    from attndsl.backends.engine import kernel_listing as source
     from attndsl.backends.kernels import modules
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.kernels.kernel import Task
-    from attndsl.backends.kernels.machine import machine_of
+    from attndsl.backends.kernels.target import machine_of
     from attndsl.backends.triton.family import Portable
 
     lowered = attndsl.compile(
@@ -565,7 +570,7 @@ def test_an_import_that_was_cut_off_leaves_nothing_that_is_read(
     def fails(*_: object) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(bundled.os, "rename", fails)
+    monkeypatch.setattr(bundle_store.os, "rename", fails)
     with pytest.raises(ConfigError, match="the disk is full"):
         import_bundle(folder, cache)
     assert imported_places(cache.folder) == []

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from attndsl.cli.caching import open_cache, print_stats
+from attndsl.cli.cache_command import open_cache, print_stats
 from attndsl.errors import CacheWarning, ConfigError
 from attndsl.runtime import owned_folder
-from attndsl.runtime.bundled import BundledCache, imported_places, remove_imported
-from attndsl.runtime.cache import KernelCache
+from attndsl.runtime.bundle_store import BundledCache, imported_places, remove_imported
+from attndsl.runtime.disk_cache import KernelCache
 from attndsl.runtime.owned_folder import open_folder
 
 KEY = "a" * 64

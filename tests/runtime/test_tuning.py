@@ -9,10 +9,10 @@ import attndsl
 from attndsl.backends.kernels import modules
 from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.kernels.config import Config
+from attndsl.call.dispatch import get_backend
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.foundation.caches import CACHES, Reason
 from attndsl.runtime import tuning
-from attndsl.runtime.dispatch import get_backend
 
 CONFIGS = (Config(32, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 32, 4, 1))
 PROGRAM = "tensor gain[heads]: float\nmask = q >= kv\nscore = gain[h] * score"

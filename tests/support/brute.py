@@ -16,7 +16,7 @@ from attndsl.source import Source
 
 if TYPE_CHECKING:
     from attndsl.passes.lowered import Lowered
-    from attndsl.passes.tiles.plan import Segment
+    from attndsl.passes.tiles.tile_plan import Segment
 
 
 def lowered_of(text: str) -> Lowered:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attndsl.backends.base import Call
-from attndsl.runtime.arguments import sizes_of
+from attndsl.call.argument_checks import sizes_of
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM, VALUE_DIM = 2, 4, 2, 9, 7, 5, 6
 

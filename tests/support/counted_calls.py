@@ -19,9 +19,9 @@ import torch
 import triton
 
 import attndsl
-from attndsl.backends.generated.backend import GeneratedBackend
-from attndsl.backends.kernels.absent import AbsentGPU
-from attndsl.runtime import dispatch
+from attndsl.backends.engine.backend import GeneratedBackend
+from attndsl.backends.kernels.offline_gpu import AbsentGPU
+from attndsl.call import dispatch
 
 
 def main() -> None:

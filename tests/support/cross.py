@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from attndsl.backends.device.library import row_statistics
 from attndsl.backends.emit.template import IEEE
-from attndsl.backends.emit.tile_lists import generate_lists
-from attndsl.backends.generated.source import with_all_tangents
-from attndsl.backends.gradients.terms import is_plain, terms_of
+from attndsl.backends.emit.tile_list_text import generate_lists
+from attndsl.backends.engine.kernel_listing import with_all_tangents
+from attndsl.backends.gradients.gradient_terms import is_plain, terms_of
 from attndsl.backends.kernels.arguments import arguments_of
 from attndsl.backends.kernels.compile import build, load_module
-from attndsl.backends.kernels.failures import KernelError
+from attndsl.backends.kernels.compile_failures import KernelError
 from attndsl.backends.kernels.kernel import Job
-from attndsl.backends.kernels.machine import machine_of
 from attndsl.backends.kernels.modules import list_config
+from attndsl.backends.kernels.target import machine_of
 from attndsl.backends.kernels.tile_lists import STATISTICS_ROWS
-from attndsl.backends.triton.captures.pairs import exact_captures
+from attndsl.backends.triton.captures.pair_gradients import exact_captures
 from attndsl.backends.triton.kernels import FIXED, KERNELS
 from attndsl.errors import BackendError
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from attndsl.backends.kernels.compile import Argument
     from attndsl.backends.kernels.config import Config
     from attndsl.backends.kernels.kernel import Kernel
-    from attndsl.backends.kernels.machine import Machine
+    from attndsl.backends.kernels.target import Target
     from attndsl.pipeline import Lowered
 
 PORTABLE: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
@@ -114,7 +114,7 @@ def compile_jobs(jobs: Sequence[Job], target: str) -> list[CrossCompiled]:
 
 
 def _first_that_fits(
-    job: Job, configs: tuple[Config, ...], machine: Machine, folder: Path
+    job: Job, configs: tuple[Config, ...], machine: Target, folder: Path
 ) -> CrossCompiled:
     refusal: BackendError | None = None
     for config in configs:
@@ -135,7 +135,7 @@ def _first_that_fits(
 
 def _compile(
     name: str, function: Any, arguments: list[Argument], configs: tuple[Config, ...],
-    machine: Machine,
+    machine: Target,
 ) -> CrossCompiled:  # fmt: skip
     assert machine.target is not None
     built = build(function, arguments, configs, machine.target, machine.shared, load=False)

@@ -71,7 +71,7 @@ class Operations:
                 warpgroup_mma_wait=self.products,
             ),
             "attndsl.backends.hopper": SimpleNamespace(dialect=language),
-            "attndsl.backends.hopper.dialect": language,
+            "attndsl.backends.hopper.gluon_dialect": language,
             "attndsl.backends.hopper.channels": self.channels(barrier, language),
             "attndsl.backends.hopper.library": SimpleNamespace(
                 add_to_sums=self.add_tile, signal_p=self.signal_p,
@@ -106,7 +106,7 @@ class Operations:
                 unpack=lambda words, zero, half, layout: words,
                 widened=lambda words, half, layout: words.float(),
             ),
-            "attndsl.backends.hopper.dropout": SimpleNamespace(
+            "attndsl.backends.hopper.dropout_bits": SimpleNamespace(
                 factor_of_kept=lambda p: 1 / (1 - torch.as_tensor(p)),
                 halves_of_kept=lambda weights, half, layout: torch.relu(weights).to(half),
                 keep_packed=keep, keep=keep, layout_of_row_bits=lambda columns: None,
@@ -114,13 +114,15 @@ class Operations:
                 keep_of_rows=lambda *arguments: self.draw(*arguments, keys_first=False),
                 keep_of_keys=lambda *arguments: self.draw(*arguments, keys_first=True),
             ),
-            "attndsl.backends.hopper.diagonals": SimpleNamespace(add_diagonals=self.add_diagonals),
-            "attndsl.backends.hopper.shim": SimpleNamespace(
+            "attndsl.backends.hopper.diagonal_sums": SimpleNamespace(
+                add_diagonals=self.add_diagonals
+            ),
+            "attndsl.backends.hopper.triton_compat": SimpleNamespace(
                 tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores
             ),
             "attndsl.backends.device.records": records,
             "attndsl.backends.hopper.records": hopper_records,
-            "attndsl.backends.device.dropout": SimpleNamespace(
+            "attndsl.backends.device.dropout_tile": SimpleNamespace(
                 drop_of_head=lambda p, number, seed: (round(1e6 * float(p)), int(number), seed),
                 drop_of_part=lambda p, number, seed, row, key: (
                     round(1e6 * float(p)), int(number), seed, 2 * row, 16 * key

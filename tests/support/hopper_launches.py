@@ -15,17 +15,17 @@ from support.jobs import configs_of, task_of
 from triton.backends.nvidia import driver as nvidia
 
 from attndsl.backends.base import Call
-from attndsl.backends.generated.backend import generated_backend
-from attndsl.backends.hopper.arguments import blocks_of
+from attndsl.backends.engine.backend import generated_backend
+from attndsl.backends.hopper.descriptor_types import blocks_of
 from attndsl.backends.kernels.compile import Executable
-from attndsl.backends.kernels.modules import Modules, Prepared
-from attndsl.runtime.programs import default_cache
+from attndsl.backends.kernels.modules import Modules, PreparedKernels
+from attndsl.runtime.program_store import default_cache
 
 if TYPE_CHECKING:
     import pytest
 
-    from attndsl.backends.generated.backend import GeneratedBackend
-    from attndsl.backends.hopper.blocks import Block
+    from attndsl.backends.engine.backend import GeneratedBackend
+    from attndsl.backends.hopper.tile_shapes import Block
     from attndsl.backends.kernels.kernel import Task
 
 OTHERS = {
@@ -113,7 +113,7 @@ def backend_of(
         executables = {name: Executable(kernel_of(name, blocks), config, False, (64,))}
         for each in fixed:
             executables[each.name] = Executable(kernel_of(each.name, {}), None, False, (64,))
-        return Prepared(executables, frozenset())
+        return PreparedKernels(executables, frozenset())
 
     monkeypatch.setattr(Modules, "prepare", prepare)
     return generated_backend(("hopper", "triton"), default_cache())

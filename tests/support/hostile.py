@@ -20,20 +20,20 @@ import torch
 import attndsl
 from attndsl import AttnDSLError, pipeline
 from attndsl.editors import (
-    colouring,
-    completing,
-    embedded,
-    knowing,
-    laying_out,
-    outlining,
-    problems,
+    completion,
+    diagnostics,
+    document_symbols,
+    embedded_programs,
+    formatting,
+    hover,
+    semantic_tokens,
 )
-from attndsl.editors.lines import lines_of
+from attndsl.editors.text_positions import lines_of
 from attndsl.frontend import parsed
 from attndsl.frontend.format import format_source
-from attndsl.made_up import make_captures
+from attndsl.inspection.example_captures import make_captures
 from attndsl.play.answers import answer
-from attndsl.play.records import Asked, Kind, View
+from attndsl.play.messages import PageRequest, PictureCall, RequestKind
 from attndsl.source import Source
 
 if TYPE_CHECKING:
@@ -383,13 +383,15 @@ def _call(attention: attndsl.Attention, backward: bool) -> None:
         out.sum().backward()
 
 
-def _play(text: str, kind: Kind) -> None:
-    found = answer(Asked(kind, text, view=View(q_len=32, kv_len=32, cost_len=512)))
+def _play(text: str, kind: RequestKind) -> None:
+    found = answer(PageRequest(kind, text, view=PictureCall(q_len=32, kv_len=32, cost_len=512)))
     assert not any("report" in (each.hint or "") for each in found.problems), found.problems
 
 
 def _at(text: str) -> Any:
-    return embedded.program_at(embedded.programs_in(text, "a.attn"), len(text) - 1)
+    return embedded_programs.program_at(
+        embedded_programs.programs_in(text, "a.attn"), len(text) - 1
+    )
 
 
 OF_TEXTS: dict[str, Callable[[str], object]] = {
@@ -400,16 +402,18 @@ OF_TEXTS: dict[str, Callable[[str], object]] = {
     "fmt": format_source,
     "show": lambda text: pipeline.stages(Source(text), {}),
     "names": lambda text: pipeline.names_of(Source(text), {}),
-    "picture": lambda text: _play(text, Kind.PICTURE),
-    "problems": lambda text: problems.problems_in(text, "a.attn"),
-    "hover": lambda text: (at := _at(text)) and knowing.note_at(*at),
-    "completion": lambda text: (at := _at(text)) and completing.proposals_at(*at),
-    "definition": lambda text: (at := _at(text)) and knowing.definition_at(*at),
-    "colours": lambda text: colouring.colours_in(
-        embedded.programs_in(text, "a.attn"), lines_of(text, "utf-16")
+    "picture": lambda text: _play(text, RequestKind.PICTURE),
+    "problems": lambda text: diagnostics.problems_in(text, "a.attn"),
+    "hover": lambda text: (at := _at(text)) and hover.note_at(*at),
+    "completion": lambda text: (at := _at(text)) and completion.proposals_at(*at),
+    "definition": lambda text: (at := _at(text)) and hover.definition_at(*at),
+    "colours": lambda text: semantic_tokens.colours_in(
+        embedded_programs.programs_in(text, "a.attn"), lines_of(text, "utf-16")
     ),
-    "outline": lambda text: outlining.symbols_in(embedded.programs_in(text, "a.attn")),
-    "layout": lambda text: laying_out.edits_of(text, "a.attn"),
+    "outline": lambda text: document_symbols.symbols_in(
+        embedded_programs.programs_in(text, "a.attn")
+    ),
+    "layout": lambda text: formatting.edits_of(text, "a.attn"),
 }
 """Stages that begin with the text."""
 OF_PROGRAMS: dict[str, Callable[[attndsl.Attention], object]] = {

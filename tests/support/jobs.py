@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attndsl.backends.generated.source import source_of
+from attndsl.backends.engine.kernel_listing import source_of
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.hopper.kernels import KERNELS
 from attndsl.backends.hopper.support import why_not
 from attndsl.backends.kernels.kernel import Job, Task
-from attndsl.backends.kernels.machine import machine_of
+from attndsl.backends.kernels.target import machine_of
 from attndsl.backends.triton.family import Portable
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Call, Wants
     from attndsl.backends.emit.facts import KernelFacts
-    from attndsl.backends.gradients.plan import GradientPlan
+    from attndsl.backends.gradients.gradient_plan import GradientPlan
     from attndsl.backends.kernels.config import Config
-    from attndsl.passes.tiles.plan import LoopPlan
+    from attndsl.passes.tiles.tile_plan import LoopPlan
     from attndsl.pipeline import Lowered
 
 HOPPER = {kernel.name: kernel for kernel in KERNELS}

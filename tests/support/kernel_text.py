@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from attndsl.backends.emit import template
+from attndsl.backends.emit.dead_code import only_needed
 from attndsl.backends.emit.facts import facts_of, with_forms
-from attndsl.backends.emit.needed import only_needed
-from attndsl.backends.kernels.machine import parse_target
+from attndsl.backends.kernels.target import parse_target
 
 from .gluon_machine import Machine, Pointer, number
 from .gluon_operations import Operations

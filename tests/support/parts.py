@@ -15,7 +15,7 @@ import torch
 import attndsl
 from attndsl.ir import DType, Op
 from attndsl.passes.evaluate import Environment, evaluate
-from attndsl.passes.localise import VARIABLE_OF, other_lookup
+from attndsl.passes.sub_program import VARIABLE_OF, other_lookup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

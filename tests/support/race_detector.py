@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attndsl.parallel import beside, eager
+from attndsl.parallel import eager_exchange, side_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,7 +130,7 @@ def detecting(arriving: bool = True) -> Iterator[Detector]:
     If not ``arriving``, nobody waits for that.
     """
     found = Detector()
-    begin, arrived = eager._Trip.begin, eager._Trip.arrived
+    begin, arrived = eager_exchange._Trip.begin, eager_exchange._Trip.arrived
 
     def beginning(trip: Any, group: Any) -> None:
         found.network.wait_stream(found.current)
@@ -145,10 +145,10 @@ def detecting(arriving: bool = True) -> Iterator[Detector]:
         return arrived(trip)
 
     with (
-        mock.patch.object(beside, "streams_of", return_value=(found.first, found.second)),
+        mock.patch.object(side_stream, "streams_of", return_value=(found.first, found.second)),
         mock.patch.object(torch.cuda, "stream", found.on),
-        mock.patch.object(eager._Trip, "begin", beginning),
-        mock.patch.object(eager._Trip, "arrived", waiting),
+        mock.patch.object(eager_exchange._Trip, "begin", beginning),
+        mock.patch.object(eager_exchange._Trip, "arrived", waiting),
         found,
     ):
         yield found

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import attndsl
 from attndsl.backends.tiled.step_plan import BLOCK_M
 from attndsl.parallel import ContextParallel, Machine, Shape
-from attndsl.parallel.beside import Beside
+from attndsl.parallel.side_stream import Beside
 
 from .race_detector import Detector, detecting
 from .shard_programs import Setting, run
@@ -291,17 +291,17 @@ def mixed_exchange(group: ProcessGroup) -> None:
     """Groups of two of four ranks exchange heads, and fetch keys of the other group."""
     if dist.get_world_size(group) != 4:
         return
-    from attndsl.parallel import planning
+    from attndsl.parallel import cp_plan
 
-    chosen = planning._groups
-    planning._groups = lambda ranks, asked: (2,)
+    chosen = cp_plan._groups
+    cp_plan._groups = lambda ranks, asked: (2,)
     try:
         for name in ("alibi", "sink", "gain", "dropout"):
             outcome = run(Setting(name, "head_tail", "auto", torch.float64), group)
             assert all(outcome.same), outcome
             assert outcome.error < 1e-13
     finally:
-        planning._groups = chosen
+        cp_plan._groups = chosen
 
 
 def _told(call: Callable[[], Any], words: str) -> None:

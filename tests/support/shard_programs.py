@@ -15,7 +15,7 @@ import torch
 
 import attndsl
 from attndsl.parallel import ContextParallel, Machine, Shape
-from attndsl.parallel.layouts import chunk_size
+from attndsl.parallel.row_layouts import chunk_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attndsl
 from attndsl.backends.dense.philox import kept as kept_pairs
-from attndsl.runtime.seed import draw_seed
+from attndsl.call.dropout_seed import draw_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

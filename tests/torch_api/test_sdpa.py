@@ -12,8 +12,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attndsl
 from attndsl import scaled_dot_product_attention
-from attndsl.torch_api.masks import capture_mask
-from attndsl.torch_api.programs import program_text
+from attndsl.torch_api.mask_captures import capture_mask
+from attndsl.torch_api.sdpa_programs import program_text
 
 MASKS = {
     "kv": (11,),

@@ -1,6 +1,6 @@
 """Quasi-affine masks, and their symbols besides positions.
 
-Integer sets (``sets.py``) know no wrap-around, while the language's ints are 64 bits that wrap.
+Integer sets (``isl_sets.py``) know no wrap-around, while the language's ints are 64 bits that wrap.
 So positions and sizes are below 2**30, each symbol is taken to fit 32 bits, and a mask whose
 integers may need more than 64 bits then is not quasi-affine. A symbol that may have more bits is
 cut off where only comparisons read it, since it compares alike. Any other such symbol is guarded.
@@ -24,13 +24,13 @@ from attndsl.ir import (
     node,
     toposort,
 )
-from attndsl.passes.widths import INT32, INT64, exact_range, fits, ranges
+from attndsl.passes.int_ranges import INT32, INT64, exact_range, fits, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.ir import Node
-    from attndsl.passes.widths import Range
+    from attndsl.passes.int_ranges import Range
 
 MAX_COEFFICIENT = 1 << 20
 """Larger constants make sets expensive and come from arithmetic that is no tiling."""

@@ -10,7 +10,7 @@ written so that a NaN bound decides nothing. Integers wrap at 64 bits. Where ari
 bounds decide only if its operands are small enough. Float bounds are widened by more than the
 difference between two roundings of one expression.
 
-Non-goals: exactness where one name occurs in several atoms (see ``segments.py``).
+Non-goals: exactness where one name occurs in several atoms (see ``closed_form.py``).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op, cast, const, dependencies, node, param, toposort
-from attndsl.passes.widths import INT64, exact_range, fits, ranges
+from attndsl.passes.int_ranges import INT64, exact_range, fits, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from attndsl.ir import Node
-    from attndsl.passes.widths import Range
+    from attndsl.passes.int_ranges import Range
 
     from .cells import Cell
 

@@ -19,15 +19,15 @@ from attndsl.passes.evaluate import Environment, evaluate
 
 from .affine import guard_of, why_not_affine
 from .cells import cells_of
+from .closed_form import NoClosedForm, closed_segments, live_segments
 from .intervals import SCORE_DEPENDENT, Bounds, bound_mask
-from .plan import FORWARD, LoopPlan, guarded
-from .sandwich import lower, upper
-from .segments import NoClosedForm, closed_segments, live_segments
+from .mask_bounds import lower, upper
+from .tile_plan import FORWARD, LoopPlan, guarded
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
 
-    from .plan import Direction, Segment
+    from .tile_plan import Direction, Segment
 
 _MANY = 64
 """Tiles of lengths that plans are looked at with, over the other side of a tile."""
@@ -274,7 +274,7 @@ def _ranges(
 class _Guess(dict[str, bool | int | float]):
     """Values of names; what only calls know is taken to be some middling number.
 
-    What calls of parts add to programs (:mod:`attndsl.passes.localise`) is that of long wholes.
+    What calls of parts add to programs (:mod:`attndsl.passes.sub_program`) is that of long wholes.
     """
 
     def __missing__(self, name: str) -> int:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, param, toposort
 
-from ...emit.text import device_function
+from ...emit.module_lines import device_function
 from ...kernels.kernel import Task
-from ..blocks import BYTES_OF_TYPES, widest
+from ..tile_shapes import BYTES_OF_TYPES, widest
 from .feature import Feature, Texts
 
 if TYPE_CHECKING:

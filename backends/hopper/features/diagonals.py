@@ -1,7 +1,7 @@
 """Gradients by distance from the backward itself, whose producer adds up dS along diagonals.
 
 What is added to each score, and varies with its distance alone, has sums of dS for its gradient
-(:mod:`...triton.captures.distances`). A kernel of its own would make dS again, by two of the
+(:mod:`...triton.captures.distance_sums`). A kernel of its own would make dS again, by two of the
 backward's five products; here it lies in shared memory, for dQ.
 
 Non-goals: programs in which that is not yet the gradient of the final score, deterministic calls,
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...kernels.signature import PADDING
-from ...triton.captures.distances import BY_DISTANCE, add_distance_gradients
+from ...kernels.call_signature import PADDING
+from ...triton.captures.distance_sums import BY_DISTANCE, add_distance_gradients
 from ..capture_sums import holds_score_gradient
-from ..tiles import for_busy_producers
+from ..tile_sizes import for_busy_producers
 from .feature import Buffer, Feature, has_flag
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ...base import Call, Gradients
+    from ...base import Call, CallGradients
     from ...emit.facts import KernelFacts
-    from ...gradients.plan import GradientPlan
+    from ...gradients.gradient_plan import GradientPlan
     from ...kernels.config import Config
     from ...kernels.kernel import Task
     from .feature import ModuleSpec
@@ -65,8 +65,8 @@ def empty_sums(call: Call, config: Config) -> torch.Tensor:
 
 def collect(
     lowered: Lowered, call: Call, names: frozenset[str], buffers: Mapping[str, torch.Tensor],
-    found: Gradients,
-) -> Gradients:  # fmt: skip
+    found: CallGradients,
+) -> CallGradients:  # fmt: skip
     """``found`` with the gradients of :func:`empty_sums`, once the kernel has added to them."""
     sums = buffers["DISTANCE_SUMS"]
     first = -(-call.q.shape[2] // PADDING) * PADDING - sums.shape[3]
@@ -78,7 +78,7 @@ def _shared_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
 
 
 def _imports(spec: ModuleSpec) -> list[str]:
-    return ["from attndsl.backends.hopper.diagonals import add_diagonals"]
+    return ["from attndsl.backends.hopper.diagonal_sums import add_diagonals"]
 
 
 DIAGONALS = Feature(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...emit.draws import drop_function
+from ...emit.dropout_offsets import drop_function
 from ...kernels.kernel import Task
 from .feature import Feature, Texts
 
@@ -46,8 +46,8 @@ def _imports(spec: ModuleSpec) -> list[str]:
     drawing = "drop_of_head" if spec.facts.draws is None else "drop_of_part"
     names = _ROWS if spec.is_forward else _KEYS
     return [
-        f"from attndsl.backends.device.dropout import {drawing}",
-        f"from attndsl.backends.hopper.dropout import {names}",
+        f"from attndsl.backends.device.dropout_tile import {drawing}",
+        f"from attndsl.backends.hopper.dropout_bits import {names}",
     ]
 
 

@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attndsl.passes.tiles.plan import LoopPlan
+    from attndsl.passes.tiles.tile_plan import LoopPlan
     from attndsl.pipeline import Lowered
 
-    from ...base import Call, Gradients
+    from ...base import Call, CallGradients
     from ...emit.facts import KernelFacts
     from ...emit.template import Flags
-    from ...gradients.plan import GradientPlan
+    from ...gradients.gradient_plan import GradientPlan
     from ...kernels.config import Config
-    from ..blocks import Block
+    from ..tile_shapes import Block
 
     Collect = Callable[
-        [Lowered, Call, frozenset[str], Mapping[str, torch.Tensor], Gradients], Gradients
+        [Lowered, Call, frozenset[str], Mapping[str, torch.Tensor], CallGradients], CallGradients
     ]
     """Results with the gradients of the named captures, from buffers by their names."""
 
@@ -155,7 +155,7 @@ def has_flag(flag: str) -> Callable[[ModuleSpec], bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class FeatureParts:
     """Parts that features add to one module."""
 
     flags: Mapping[str, bool | float | str] = field(default_factory=dict)
@@ -167,14 +167,14 @@ class Parts:
     """Arguments that stand before those of the program, as fields of its record."""
 
 
-def parts_of(features: Sequence[Feature], spec: ModuleSpec) -> Parts:
+def parts_of(features: Sequence[Feature], spec: ModuleSpec) -> FeatureParts:
     """Parts that ``features`` add to the module of ``spec``, in their order."""
     found = [feature for feature in features if feature.applies(spec)]
     flags: dict[str, bool | float | str] = {}
     for feature in features:
         flags |= {feature.flag: feature in found, **feature.flags(spec)}
     texts = [feature.functions(spec) for feature in found]
-    return Parts(
+    return FeatureParts(
         flags,
         tuple(feature.template for feature in found if feature.template is not None),
         tuple(line for feature in found for line in feature.imports(spec)),

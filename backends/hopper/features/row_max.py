@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from attndsl.ir import Op
 from attndsl.passes.magnitude import magnitude
 
-from ...forms import APPROX
-from ..blocks import widest
+from ...fast_math import APPROX
+from ..tile_shapes import widest
 from .feature import Feature
 
 if TYPE_CHECKING:

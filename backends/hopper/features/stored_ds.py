@@ -3,7 +3,7 @@
 What is added to the score of each pair as it is has the score's gradient, dS, for its own. A kernel
 of its own would make that again, by three of the backward's five products; so dS of the tiles that
 a mask leaves goes to memory in 16 bits, as it goes into the products of dQ and dK, and a kernel
-adds it up (``triton/captures/pairs.py``).
+adds it up (``triton/captures/pair_gradients.py``).
 
 Non-goals: tensors whose gradient is a multiple of dS, and those that so many pairs share that dS
 would take far more memory than their gradients.
@@ -17,10 +17,10 @@ import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ...base import StoredDS
-from ...gradients.terms import ONE, terms_of
-from ...triton.captures.pairs import BY_PAIRS, OF_STORED
-from ..blocks import Block
+from ...gradients.gradient_terms import ONE, terms_of
+from ...triton.captures.pair_gradients import BY_PAIRS, OF_STORED
 from ..capture_sums import holds_score_gradient
+from ..tile_shapes import Block
 from .feature import Buffer, Feature, has_flag
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ...base import Call, Gradients
+    from ...base import Call, CallGradients
     from ...emit.facts import KernelFacts
-    from ...gradients.plan import GradientPlan
+    from ...gradients.gradient_plan import GradientPlan
     from ...kernels.config import Config
 
 _FLAG = "STORES_DS"
@@ -85,8 +85,8 @@ def _block(facts: KernelFacts, config: Config) -> Block:
 
 def _collect(
     lowered: Lowered, call: Call, names: frozenset[str], buffers: Mapping[str, torch.Tensor],
-    found: Gradients,
-) -> Gradients:  # fmt: skip
+    found: CallGradients,
+) -> CallGradients:  # fmt: skip
     return found._replace(stored_ds=StoredDS(buffers["slopes_desc"], buffers["STORED_TILES"]))
 
 

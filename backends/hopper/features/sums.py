@@ -43,7 +43,7 @@ def _factor_sums(call: Call, config: Config) -> torch.Tensor:
 
 
 def _checks(call: Call, config: Config) -> torch.Tensor:
-    """(2, batch, kv_heads, kv_len) fp32: see :attr:`...base.Gradients.checks`."""
+    """(2, batch, kv_heads, kv_len) fp32: see :attr:`...base.CallGradients.checks`."""
     return empty_fp32(call.k, 2, *call.k.shape[:3])
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attndsl.passes.tiles.plan import FORWARD
+from attndsl.passes.tiles.tile_plan import FORWARD
 
 from ...emit.device_functions import param_values
 from ...emit.loops import print_visited

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attndsl.backends.device.records import (
     Head, KeyGradients, LogSum, Origins, Scope, Sizes, Tensor, Visits,
 )
-from attndsl.backends.hopper import dialect as tl
+from attndsl.backends.hopper import gluon_dialect as tl
 from attndsl.backends.hopper.channels import (
     acquire_item, allocate_barriers, allocate_tiles, announce_item, await_item, consumer_release,
     consumer_release_by, consumer_wait, init_barrier, item_memory, key_item, new_barriers,
@@ -42,7 +42,7 @@ from attndsl.backends.hopper.records import (
     BackwardMemory, BackwardResults, Call, Channel, Kept, KeyItem, KeyRows, KeySums, Parts, Slot,
     Tiles, Turn, Work,
 )
-from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
+from attndsl.backends.hopper.triton_compat import tma_load, tma_store, tma_wait
 from attndsl.backends.device.library import place_of_item, positions, shift_of
 #: imports
 

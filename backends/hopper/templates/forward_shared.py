@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.device.records import Head, LogSum, Origins, Scope, Sizes, Visits
-from attndsl.backends.hopper import dialect as tl
+from attndsl.backends.hopper import gluon_dialect as tl
 from attndsl.backends.hopper.channels import (
     acquire_item, allocate_barriers, allocate_tiles, announce_item, await_item, consumer_release,
     consumer_wait, init_barrier, item_memory, new_barriers, pack_fields, producer_acquire,
@@ -32,7 +32,7 @@ from attndsl.backends.hopper.records import (
     Call, Channel, Columns, Draw, Factors, ForwardMemory, ForwardResults, MaxRule, Parts, QueryItem,
     Rows, RunningSoftmax, RunningTangent, Slot, Tiles, Work,
 )
-from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
+from attndsl.backends.hopper.triton_compat import tma_load, tma_store, tma_wait
 from attndsl.backends.device.library import head_of, place_of_item, positions, shift_of
 #: imports
 

@@ -3,7 +3,7 @@
 Stands in the place of ``forward`` in a module. With a prime for the tangents, a tile has six products
 where a forward's has two: S = Q K^T, S' = Q' K^T + Q K'^T, then, with weights W relative to the
 maximum so far and M = W S', O += W V and O' += M V + W V'. At the end, with l the sums of W, lse' is
-the sum of M over l, and out' is O' / l - lse' out. (``backends/dense/tangent.py`` has the formulas in
+the sum of M over l, and out' is O' / l - lse' out. (``backends/dense/dense_jvp.py`` has the formulas in
 torch.)
 
 Two sums of products fill the registers of a consumer, and leave none to carry weights to the next

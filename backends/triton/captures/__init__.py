@@ -2,26 +2,26 @@
 
 A module says whose gradients it makes, has its kernels with what they add up, and launches them.
 Device code lies in ``templates/``. What attention kernels make themselves says
-:mod:`...gradients.plan`.
+:mod:`...gradients.gradient_plan`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...gradients.plan import captures_of
+from ...gradients.gradient_plan import captures_of
 from ...gradients.row_col_sums import Lines, line_gradients
-from .distances import BY_DISTANCE
-from .pairs import BY_PAIRS, OF_STORED
-from .scattered import BY_ANY_PAIRS
+from .distance_sums import BY_DISTANCE
+from .pair_gradients import BY_PAIRS, OF_STORED
+from .scatter_sums import BY_ANY_PAIRS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.pipeline import Lowered
 
-    from ...base import Gradients, Wants
-    from ...gradients.plan import GradientPlan
+    from ...base import CallGradients, Wants
+    from ...gradients.gradient_plan import GradientPlan
     from ...kernels.kernel import Task
     from .kind import BackwardState, OwnKernels
 
@@ -38,7 +38,7 @@ def extra_tasks(lowered: Lowered, plan: GradientPlan) -> list[tuple[Task, Wants 
     return [each for share in plan.shares for each in _BY_NAME[share.kind].launched(lowered, share)]
 
 
-def run_extra(state: BackwardState, plan: GradientPlan, found: Gradients) -> Gradients:
+def run_extra(state: BackwardState, plan: GradientPlan, found: CallGradients) -> CallGradients:
     """``found`` with the gradients that ``plan`` has kernels of their own for."""
     for share in plan.shares:
         if state.is_empty:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...base import Wants
-from ...gradients.plan import Kind
+from ...gradients.gradient_plan import GradientKind
 from ...kernels.arguments import capture_arguments, origin, plain_arguments
 from ...kernels.device import on_device, stream_of
 from ...kernels.kernel import Kernel, Task
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ...base import Call, Gradients
+    from ...base import Call, CallGradients
     from ...emit.facts import KernelFacts
-    from ...gradients.plan import Share
+    from ...gradients.gradient_plan import GradientShare
     from ...kernels.compile import Executable
-    from ...kernels.layout import Layout
+    from ...kernels.launch_spec import LaunchSpec
     from ..generate_gradients import Sums
     from ..tiles import Tiles
 
@@ -42,7 +42,7 @@ class BackwardState:
     """(batch, heads, padded rows) fp32, see ``library.statistics_rows``."""
     grad_out: torch.Tensor
     """With last stride 1."""
-    layout: Callable[..., Layout]
+    layout: Callable[..., LaunchSpec]
     """Of (lowered, call, task, grad_out, wanted): the kernels of that task."""
 
     @property
@@ -50,17 +50,19 @@ class BackwardState:
         """True if there are no pairs."""
         return not self.lse.numel() or not self.call.k.shape[2]
 
-    def layout_of(self, task: Task, wants: Wants | None = None) -> Layout:
+    def layout_of(self, task: Task, wants: Wants | None = None) -> LaunchSpec:
         """The kernels of ``task``."""
         return self.layout(self.lowered, self.call, task, self.grad_out, wants)
 
-    def kernel_of(self, kernel: Kernel, share: Share | None = None) -> tuple[Layout, Executable]:
+    def kernel_of(
+        self, kernel: Kernel, share: GradientShare | None = None
+    ) -> tuple[LaunchSpec, Executable]:
         """The compiled kernel, for the tensors of a share, and its layout."""
         layout = self.layout_of(kernel.task, None if share is None else _wants(share))
         return layout, layout.executables[kernel.name]
 
     def launch(
-        self, kernel: Executable, programs: int, layout: Layout, own: list[Any], last: list[Any]
+        self, kernel: Executable, programs: int, layout: LaunchSpec, own: list[Any], last: list[Any]
     ) -> None:
         """Launch ``kernel``.
 
@@ -101,24 +103,24 @@ def _no_more(facts: KernelFacts, lowered: Lowered, call: Call) -> KernelFacts:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class OwnKernels(Kind):
+class OwnKernels(GradientKind):
     """A kind of gradients, and the kernels that make them after the attention kernels."""
 
     kernels: tuple[Kernel, ...]
-    make: Callable[[BackwardState, Share, Gradients], Gradients]
+    make: Callable[[BackwardState, GradientShare, CallGradients], CallGradients]
     """The results with the gradients of a share, for which it launches these."""
-    needed: Callable[[Lowered, Share], tuple[Kernel, ...]] | None = None
+    needed: Callable[[Lowered, GradientShare], tuple[Kernel, ...]] | None = None
     """Kernels that a share needs; None for all."""
     names_captures: bool = True
     """True if kernels depend on which captures have gradients, all of them tensors."""
     facts: Callable[[KernelFacts, Lowered, Call], KernelFacts] = _no_more
     """Facts with what its kernels depend on besides."""
 
-    def launched(self, lowered: Lowered, share: Share) -> list[tuple[Task, Wants | None]]:
+    def launched(self, lowered: Lowered, share: GradientShare) -> list[tuple[Task, Wants | None]]:
         """The tasks of a share, and the gradients that their kernels are made for."""
         kernels = self.kernels if self.needed is None else self.needed(lowered, share)
         return [(x.task, _wants(share) if self.names_captures else None) for x in kernels]
 
 
-def _wants(share: Share) -> Wants:
+def _wants(share: GradientShare) -> Wants:
     return Wants(q=False, k=False, v=False, tensors=share.names)

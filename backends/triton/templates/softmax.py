@@ -15,9 +15,7 @@ from attndsl.backends.device.records import (
     PartOfTiles, PartsRoom, Piece, RequestTokens, RowFactors, Scope, Sizes, Softmax, Tensor,
     UnitPlaces, Visits,
 )
-from attndsl.backends.device.dropout import (
-    keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
-)
+from attndsl.backends.device.dropout_tile import keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs
 from attndsl.backends.device.library import (
     dot, dot_add, for_live_pairs, head_of, is_finite, is_number, load_tile, place_of_item,
     positions, rows_of, shift_of, store_log_sum, store_tile,

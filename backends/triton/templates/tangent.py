@@ -2,7 +2,7 @@
 
 With P the weights and a dot for the derivative along the tangents: dot(lse) = sum P dot(S) over a
 row's pairs and its sink, and dot(O) = sum (P dot(S) V + P dot(V)) - dot(lse) O, so that one pass over
-the keys needs no row sum beforehand (``backends/dense/tangent.py`` has the formulas in torch).
+the keys needs no row sum beforehand (``backends/dense/dense_jvp.py`` has the formulas in torch).
 """
 # ruff: noqa: F821
 

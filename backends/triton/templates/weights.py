@@ -16,9 +16,7 @@ from attndsl.backends.device.records import (
     Corner, Head, Keys, KeyTile, LogSum, Operands, Origins, Pairs, QueryTile, Rows, Scope, Share, Sizes,
     Steps, Tensor, Visits, Weights,
 )
-from attndsl.backends.device.dropout import (
-    keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
-)
+from attndsl.backends.device.dropout_tile import keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs
 from attndsl.backends.device.library import (
     STATISTICS_PADDING, dot, dot_add, for_live_pairs, head_of, head_of_result, is_finite, is_number,
     load_log_sum, load_tile, operands_of, place_of_item, plane_of, positions, rows_of,

@@ -15,7 +15,7 @@ from attndsl.backends.device.trigonometry import (
     tan,
     tan_cody_waite,
 )
-from attndsl.passes.angles import MOST_ANGLE
+from attndsl.passes.trig_ranges import MOST_ANGLE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -13,19 +13,19 @@ import attndsl
 from attndsl import ir
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
-from attndsl.backends.emit.expression import Capture, Names, print_expressions
+from attndsl.backends.emit.expression import CaptureFacts, LeafNames, print_expressions
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.generated.backend import generated_backend
+from attndsl.backends.engine.backend import generated_backend
 from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, size, var
 from attndsl.pipeline import lower_program
-from attndsl.runtime.cache import KernelCache
+from attndsl.runtime.disk_cache import KernelCache
 
 if TYPE_CHECKING:
-    from attndsl.backends.generated.backend import GeneratedBackend
+    from attndsl.backends.engine.backend import GeneratedBackend
 
 Q, KV, B, H = var("q"), var("kv"), var("b"), var("h")
 SCORE = ir.SCORE
-NO_CAPTURES = Names({}, {}, 16)
+NO_CAPTURES = LeafNames({}, {}, 16)
 
 
 def _int(a: Node) -> Node:
@@ -150,7 +150,7 @@ def test_gradient_of_op_matches_reference(op: Op, backend: GeneratedBackend) -> 
         )
 
 
-def _text(*roots: Node, names: Names = NO_CAPTURES) -> str:
+def _text(*roots: Node, names: LeafNames = NO_CAPTURES) -> str:
     printed = print_expressions(roots, names)
     return "\n".join([*printed.lines, *printed.results])
 
@@ -221,31 +221,31 @@ def test_shifts_are_clamped_where_they_may_be_too_far() -> None:
 
 def test_lookups_are_clamped_and_dead_pairs_masked() -> None:
     dims = ("q_len", "kv_len")
-    bias = Capture("bias", DType.FLOAT, 2, 16, wide=False, unit_dims=frozenset({1}), dims=dims)
-    names = Names({"bias": bias}, {}, 16)
+    bias = CaptureFacts("bias", DType.FLOAT, 2, 16, wide=False, unit_dims=frozenset({1}), dims=dims)
+    names = LeafNames({"bias": bias}, {}, 16)
     pair = _text(load("bias", DType.FLOAT, Q, KV), names=names)
     assert pair.count("tl.maximum") == 2
     assert "mask=live" in pair
     assert "stride0_bias" in pair
     assert "stride1_bias" not in pair
-    gain = Capture("gain", DType.FLOAT, 1, 32, wide=False, dims=("heads",))
-    row = _text(load("gain", DType.FLOAT, H), names=Names({"gain": gain}, {}, 16))
+    gain = CaptureFacts("gain", DType.FLOAT, 1, 32, wide=False, dims=("heads",))
+    row = _text(load("gain", DType.FLOAT, H), names=LeafNames({"gain": gain}, {}, 16))
     assert "tl.maximum" not in row
-    other = _text(load("gain", DType.FLOAT, B), names=Names({"gain": gain}, {}, 16))
+    other = _text(load("gain", DType.FLOAT, B), names=LeafNames({"gain": gain}, {}, 16))
     assert "tl.maximum" in other
 
 
 def test_what_only_pairs_keep_inside_is_clamped_for_rows() -> None:
     dims = ("q_len", "kv_len")
-    bias = Capture("bias", DType.FLOAT, 2, 16, wide=False, dims=dims, exact=("q", "kv"))
-    names = Names({"bias": bias}, {}, 16)
+    bias = CaptureFacts("bias", DType.FLOAT, 2, 16, wide=False, dims=dims, exact=("q", "kv"))
+    names = LeafNames({"bias": bias}, {}, 16)
     assert "tl.maximum" not in _text(load("bias", DType.FLOAT, Q, KV), names=names)
     assert "tl.maximum" in _text(load("bias", DType.FLOAT, Q, const(0)), names=names)
 
 
 def test_wide_tensors_are_addressed_in_64_bits() -> None:
-    table = Capture("table", DType.FLOAT, 2, 32, wide=True, dims=("q_len", "n"))
-    text = _text(load("table", DType.FLOAT, Q, KV), names=Names({"table": table}, {}, 16))
+    table = CaptureFacts("table", DType.FLOAT, 2, 32, wide=True, dims=("q_len", "n"))
+    text = _text(load("table", DType.FLOAT, Q, KV), names=LeafNames({"table": table}, {}, 16))
     assert text.count("to(tl.int64)") == 2
 
 
@@ -340,7 +340,7 @@ def test_pairs_compare_in_32_bits_with_what_has_64(symbol: str, backend: Generat
 
 
 def test_what_is_wide_by_row_or_head_alone_is_saturated() -> None:
-    captures = {"t": Capture("t", DType.INT, 1, 64, False, dims=(None,))}
+    captures = {"t": CaptureFacts("t", DType.INT, 1, 64, False, dims=(None,))}
     names = replace(NO_CAPTURES, captures=captures)
 
     def at(index: Node) -> Node:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from attndsl.backends.device.records import Head, Scope, Shift, Sizes, Visits
-from attndsl.backends.emit.expression import Names
+from attndsl.backends.emit.expression import LeafNames
 from attndsl.backends.emit.loops import print_loop
 from attndsl.ir import DType, Node, Op, const, node, param
 from attndsl.passes.evaluate import Environment, evaluate
-from attndsl.passes.tiles.plan import DIRECTIONS, TILE, LoopPlan, Segment
+from attndsl.passes.tiles.tile_plan import DIRECTIONS, TILE, LoopPlan, Segment
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
@@ -20,7 +20,7 @@ def _run(
     loop: LoopPlan, kind: str, tile: int, along: str = "kv", sizes: tuple[int, int] = (128, 128)
 ) -> list[int]:
     """The tiles that the printed functions visit."""
-    texts, helpers = print_loop("p", along, loop, [], Names({}, {}, 64))
+    texts, helpers = print_loop("p", along, loop, [], LeafNames({}, {}, 64))
     text = "\n".join(texts).replace("@triton.jit\n", "").replace(": tl.constexpr", "")
 
     class tl:
@@ -136,7 +136,7 @@ def test_tiles_have_32_bits_whatever_was_taken_from_the_step() -> None:
     # The number of tiles of the first segment has 64 bits, and where segments begin has 32.
     count = node(Op.ADD, node(Op.MUL, param("n", DType.INT), const(3)), const(1))
     one, two = Segment(const(0), count), Segment(const(4), const(9))
-    names = Names({}, {"n": 32}, 64)
+    names = LeafNames({}, {"n": 32}, 64)
     texts, _ = print_loop("p", "kv", LoopPlan((one, two), ()), [], names)
     (nth,) = (text for text in texts if "def p_tile" in text)
     last = nth.splitlines()[-1].strip()

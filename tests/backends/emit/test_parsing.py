@@ -14,7 +14,7 @@ import pytest
 from attndsl.backends.emit.parsing import parsing
 from attndsl.backends.kernels.compile import compile_kernel
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.kernels.machine import machine_of
+from attndsl.backends.kernels.target import machine_of
 
 SAID = "AST constructor recursion depth mismatch (before=66, after=134)"
 

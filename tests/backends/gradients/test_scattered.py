@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attndsl
-from attndsl.backends.triton.captures.scattered import (  # fmt: skip
+from attndsl.backends.triton.captures.scatter_sums import (
     Exact,
     Size,
     bounds_from_operands,

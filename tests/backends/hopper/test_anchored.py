@@ -14,7 +14,7 @@ import attndsl
 from attndsl.backends.emit.facts import facts_of, with_forms
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
-from attndsl.backends.kernels.machine import parse_target
+from attndsl.backends.kernels.target import parse_target
 
 CONFIG = Config(16, 8, 4, 2, 2, 240)
 TEXTS = {

@@ -13,16 +13,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.generated.backend import generated_backend
+from attndsl.backends.engine.backend import generated_backend
 from attndsl.backends.hopper import family
-from attndsl.backends.hopper.arguments import blocks_of
+from attndsl.backends.hopper.descriptor_types import blocks_of
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.launch import RowStatistics, descriptor_strides, view
-from attndsl.backends.hopper.tiles import candidates
+from attndsl.backends.hopper.tile_sizes import candidates
 from attndsl.backends.kernels.kernel import Task, task_named
-from attndsl.backends.kernels.machine import machine_of
+from attndsl.backends.kernels.target import machine_of
 from attndsl.pipeline import lower
-from attndsl.runtime.programs import default_cache
+from attndsl.runtime.program_store import default_cache
 from attndsl.source import Source
 
 LOWERED = lower(Source("score"), {})

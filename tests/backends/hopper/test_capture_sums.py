@@ -10,7 +10,7 @@ from support.jobs import why_portable
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.generated.backend import generated_backend
+from attndsl.backends.engine.backend import generated_backend
 from attndsl.backends.hopper.capture_sums import (
     Learned,
     Statistics,
@@ -19,7 +19,7 @@ from attndsl.backends.hopper.capture_sums import (
 )
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.log_sum import of_one_number
-from attndsl.runtime.programs import default_cache
+from attndsl.runtime.program_store import default_cache
 
 GAIN = "tensor gain[heads]: float; mask = causal(); score = gain[h] * score"
 TEXTS = {

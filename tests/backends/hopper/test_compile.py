@@ -15,23 +15,23 @@ SCRIPT = textwrap.dedent(
     from pathlib import Path
     import torch, triton
     from attndsl.backends.base import Draws, Part
-    from attndsl.backends.hopper.arguments import arguments_of
+    from attndsl.backends.hopper.descriptor_types import arguments_of
     from support.jobs import configs_of
-    from attndsl.backends.hopper.blocks import widest
-    from attndsl.backends.hopper.memory import has_own_output, query_slots, shared_bytes
+    from attndsl.backends.hopper.tile_shapes import widest
+    from attndsl.backends.hopper.shared_memory import has_own_output, query_slots, shared_bytes
     from attndsl.backends.hopper.tma_bias import with_pair_tiles
-    from attndsl.backends.hopper.tiles import CANDIDATES, for_busy_producers
+    from attndsl.backends.hopper.tile_sizes import CANDIDATES, for_busy_producers
     from attndsl.backends.kernels.arguments import arguments_of as portable_arguments
     from attndsl.backends.kernels.compile import build, load_module
     from attndsl.backends.kernels.example import example_call
-    from attndsl.backends.kernels.machine import parse_target
+    from attndsl.backends.kernels.target import parse_target
     from attndsl.backends.hopper.features.tile_skipping import own_tiles
-    from attndsl.backends.emit.tile_lists import generate_lists
+    from attndsl.backends.emit.tile_list_text import generate_lists
     from attndsl.backends.kernels.modules import list_config
     from support.jobs import plan_loop, task_of, text_of
     from attndsl.backends.emit.facts import facts_of, with_forms
     from attndsl.pipeline import lower
-    from attndsl.runtime.parts import localised
+    from attndsl.call.sub_calls import localised
     from attndsl.source import Source
 
     TEXTS = {

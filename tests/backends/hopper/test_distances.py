@@ -9,14 +9,14 @@ import torch
 from support.jobs import hopper_source, shares_of, why_portable
 
 import attndsl
-from attndsl.backends.base import Gradients, Wants
-from attndsl.backends.generated.backend import generated_backend
+from attndsl.backends.base import CallGradients, Wants
+from attndsl.backends.engine.backend import generated_backend
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.features.diagonals import DIAGONALS, collect, empty_sums
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
-from attndsl.runtime.programs import default_cache
+from attndsl.runtime.program_store import default_cache
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 40, 24
 BF16 = torch.bfloat16
@@ -136,7 +136,7 @@ def test_gradients_are_of_sums(name):
     # Distances that pairs have.
     sums[..., : 32 + 1 - KV_LEN] = 0
     sums[..., 32 + Q_LEN :] = 0
-    nothing = Gradients(q=None, k=None, v=None)
+    nothing = CallGradients(q=None, k=None, v=None)
     buffers = {"DISTANCE_SUMS": sums}
     found = collect(lowered, call, frozenset("t"), buffers, nothing).tensors["t"]
     distance = torch.arange(sums.shape[3]) - 32 + 3

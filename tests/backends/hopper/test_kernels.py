@@ -12,7 +12,7 @@ from attndsl.backends.base import Call, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.kernels.kernel import Task
-from attndsl.backends.kernels.machine import machine_of
+from attndsl.backends.kernels.target import machine_of
 from attndsl.pipeline import lower
 from attndsl.source import Source
 

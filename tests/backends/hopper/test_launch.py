@@ -20,14 +20,14 @@ from support.hopper_launches import (
 from support.jobs import configs_of, plan_loop, text_of
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+import attndsl.backends.hopper.hopper_layout as layout_module
 import attndsl.backends.hopper.launch as launch_module
-import attndsl.backends.hopper.layout as layout_module
-import attndsl.backends.hopper.shim as shim
+import attndsl.backends.hopper.triton_compat as shim
 from attndsl.backends.base import Backward, Call, Tangents, Wants
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.hopper.arguments import blocks_of
-from attndsl.backends.hopper.blocks import Block
+from attndsl.backends.hopper.descriptor_types import blocks_of
 from attndsl.backends.hopper.launch import TensorMaps, launch_of, view
+from attndsl.backends.hopper.tile_shapes import Block
 from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.kernels.kernel import Task
 from attndsl.errors import LaunchWarning
@@ -35,7 +35,7 @@ from attndsl.pipeline import lower
 from attndsl.source import Source
 
 if TYPE_CHECKING:
-    from attndsl.backends.generated.backend import GeneratedBackend
+    from attndsl.backends.engine.backend import GeneratedBackend
 
 LOWERED = lower(Source("score"), {})
 WANTS = Wants()

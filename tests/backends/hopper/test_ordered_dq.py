@@ -19,8 +19,8 @@ from support.mutation import drop, is_noticed, swap
 
 import attndsl
 from attndsl.backends.base import StoredDS
+from attndsl.call.dispatch import choose_backend
 from attndsl.foundation.caches import CACHES, Reason
-from attndsl.runtime.dispatch import choose_backend
 
 CLOSED = [case for case in CASES if "table" not in case.values[0]]
 """Cases whose tiles have formulas."""

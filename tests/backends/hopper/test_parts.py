@@ -20,8 +20,8 @@ from support.kernel_text import Run
 
 from attndsl.backends.base import Part
 from attndsl.backends.dense.philox import kept_at
-from attndsl.backends.emit.draws import BLOCK, drop_function
-from attndsl.runtime.parts import localised
+from attndsl.backends.emit.dropout_offsets import BLOCK, drop_function
+from attndsl.call.sub_calls import localised
 
 B, H, ROWS, KEYS = 1, 4, 33, 50
 """The first entry and the first head of the part, its queries and its keys."""

@@ -11,14 +11,14 @@ from support.jobs import configs_of, job_of
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.generated.backend import generated_backend
-from attndsl.backends.hopper.tiles import CANDIDATES
+from attndsl.backends.engine.backend import generated_backend
+from attndsl.backends.hopper.tile_sizes import CANDIDATES
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
-from attndsl.backends.kernels.machine import machine_of
+from attndsl.backends.kernels.target import machine_of
 from attndsl.backends.log_sum import public_lse
 from attndsl.pipeline import lower
-from attndsl.runtime.programs import default_cache
+from attndsl.runtime.program_store import default_cache
 from attndsl.source import Source
 
 TEXTS = {

@@ -10,13 +10,13 @@ from support.jobs import hopper_source, shares_of, why_portable
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.generated.backend import generated_backend
+from attndsl.backends.engine.backend import generated_backend
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.features.stored_ds import STORED_DS, empty_ds, no_tiles
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
-from attndsl.runtime.programs import default_cache
+from attndsl.runtime.program_store import default_cache
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 40, 24
 SIZES = {"b": BATCH, "h": HEADS, "hkv": KV_HEADS, "q": Q_LEN, "kv": KV_LEN}

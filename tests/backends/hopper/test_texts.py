@@ -13,17 +13,17 @@ import attndsl
 from attndsl import errors
 from attndsl.backends.base import Wants
 from attndsl.backends.emit.facts import facts_of, with_gradients
-from attndsl.backends.generated.backend import generated_backend
-from attndsl.backends.generated.families import HOPPER
+from attndsl.backends.engine.backend import generated_backend
+from attndsl.backends.engine.families import HOPPER
 from attndsl.backends.hopper import family
 from attndsl.backends.hopper import support as support_module
-from attndsl.backends.hopper.tiles import CANDIDATES, candidates
+from attndsl.backends.hopper.tile_sizes import CANDIDATES, candidates
 from attndsl.backends.kernels.example import example_call
-from attndsl.backends.kernels.heads import TAIL
 from attndsl.backends.kernels.kernel import Task
-from attndsl.backends.kernels.machine import machine_of
-from attndsl.runtime import dispatch
-from attndsl.runtime.programs import default_cache
+from attndsl.backends.kernels.module_headers import TAIL
+from attndsl.backends.kernels.target import machine_of
+from attndsl.call import dispatch
+from attndsl.runtime.program_store import default_cache
 
 GAIN = "tensor gain[heads]: float; score = 3.5 * tanh(gain[h] * score); mask = causal()"
 KERNELS = {"forward": "forward", "backward": "backward_kv"}

@@ -15,8 +15,8 @@ from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.hopper.features.tile_skipping import own_tiles, parts_of_lists
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
-from attndsl.passes.tiles.plan import FORWARD
 from attndsl.passes.tiles.sparsity import Sparsity
+from attndsl.passes.tiles.tile_plan import FORWARD
 from attndsl.pipeline import lower
 from attndsl.source import Source
 

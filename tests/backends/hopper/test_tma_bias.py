@@ -16,21 +16,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import PairTile, facts_of, with_forms
-from attndsl.backends.generated.backend import generated_backend
+from attndsl.backends.engine.backend import generated_backend
 from attndsl.backends.hopper import family as family_module
-from attndsl.backends.hopper import layout as layout_module
+from attndsl.backends.hopper import hopper_layout as layout_module
 from attndsl.backends.hopper import tma_bias
-from attndsl.backends.hopper.arguments import blocks_of
+from attndsl.backends.hopper.descriptor_types import blocks_of
 from attndsl.backends.hopper.family import Hopper
-from attndsl.backends.hopper.memory import query_slots, shared_bytes
+from attndsl.backends.hopper.shared_memory import query_slots, shared_bytes
 from attndsl.backends.hopper.tma_bias import is_readable, pair_tiles, window, with_pair_tiles
 from attndsl.backends.hopper.tma_copies import room_for
 from attndsl.backends.kernels import modules
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
-from attndsl.backends.kernels.machine import machine_of, parse_target
+from attndsl.backends.kernels.target import machine_of, parse_target
 from attndsl.backends.triton.family import Portable
-from attndsl.runtime.programs import default_cache
+from attndsl.runtime.program_store import default_cache
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 48, 64
 BIAS = "tensor bias[heads, q_len, kv_len]: float; score = score + bias[h, q, kv]"

@@ -11,7 +11,7 @@ import attndsl
 from attndsl.backends.kernels import compile as compiling
 from attndsl.backends.kernels import modules
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.kernels.machine import parse_target
+from attndsl.backends.kernels.target import parse_target
 from attndsl.errors import BackendError
 from attndsl.foundation.caches import CACHES, Reason
 

@@ -15,7 +15,7 @@ from attndsl.backends.kernels.kernel import Job
 from attndsl.backends.kernels.modules import Modules
 from attndsl.backends.kernels.tile_lists import find_kinds, list_arguments
 from attndsl.backends.triton.kernels import KERNELS
-from attndsl.runtime.programs import default_cache
+from attndsl.runtime.program_store import default_cache
 
 
 def lists_of_size(modules, lowered, facts, device, block_m, block_n, parts=1):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import attndsl
 from attndsl.backends.tiled.scalar_bounds import bounds_of
+from attndsl.call.bind import bind
 from attndsl.call.options import Location
-from attndsl.runtime.bind import bind
 
 MASKS = [
     "causal()",

@@ -12,8 +12,8 @@ from attndsl.backends.base import Backward, Wants
 from attndsl.backends.log_sum import public_lse
 from attndsl.backends.tiled import sdpa_causal, step_plan
 from attndsl.backends.tiled.sdpa_causal import Triangle, triangle_of
+from attndsl.call.bind import bind
 from attndsl.call.options import CallOptions, Location
-from attndsl.runtime.bind import bind
 
 ARE = {
     "causal()": 0,

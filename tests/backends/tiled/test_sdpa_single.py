@@ -9,8 +9,8 @@ import attndsl
 from attndsl.backends.log_sum import public_lse
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.sdpa_single import single_call
+from attndsl.call.bind import bind
 from attndsl.call.options import CallOptions, Location
-from attndsl.runtime.bind import bind
 
 CLOSE = {dtype: {"atol": 0.02, "rtol": 0.02} for dtype in (torch.bfloat16, torch.float16)}
 """The reference rounds on its way."""

@@ -71,7 +71,7 @@ WIDE_BOUNDS = textwrap.dedent(
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.kernels.config import Config
-    from attndsl.passes.tiles.plan import DIRECTIONS
+    from attndsl.passes.tiles.tile_plan import DIRECTIONS
     from attndsl.pipeline import lower
     from attndsl.source import Source
 
@@ -102,11 +102,11 @@ LISTS = textwrap.dedent(
     from pathlib import Path
     import torch
     from attndsl.backends.emit.facts import facts_of
-    from attndsl.backends.emit.tile_lists import generate_lists
+    from attndsl.backends.emit.tile_list_text import generate_lists
     from attndsl.backends.kernels.arguments import arguments_of
     from attndsl.backends.kernels.compile import build, load_module
     from attndsl.backends.kernels.example import example_call
-    from attndsl.backends.kernels.machine import machine_of
+    from attndsl.backends.kernels.target import machine_of
     from attndsl.backends.kernels.modules import list_config
     from attndsl.pipeline import lower
     from attndsl.source import Source
@@ -164,7 +164,7 @@ SOFTCAP = textwrap.dedent(
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.kernels.config import Config
-    from attndsl.passes.tiles.plan import DIRECTIONS
+    from attndsl.passes.tiles.tile_plan import DIRECTIONS
     from attndsl.pipeline import lower
     from attndsl.source import Source
 
@@ -192,9 +192,9 @@ PARTS = textwrap.dedent(
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.kernels.config import Config
-    from attndsl.passes.tiles.plan import DIRECTIONS
+    from attndsl.passes.tiles.tile_plan import DIRECTIONS
     from attndsl.pipeline import lower
-    from attndsl.runtime.parts import localised
+    from attndsl.call.sub_calls import localised
     from attndsl.source import Source
 
     TEXTS = {

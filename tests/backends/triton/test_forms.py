@@ -13,8 +13,8 @@ import triton
 from attndsl import ir
 from attndsl.backends.base import Call
 from attndsl.backends.device import library
-from attndsl.backends.emit.expression import Names, print_expressions
-from attndsl.backends.forms import APPROX, EX2, EXACT, FORMS, fast_nodes, forms_for
+from attndsl.backends.emit.expression import LeafNames, print_expressions
+from attndsl.backends.fast_math import APPROX, EX2, EXACT, FORMS, fast_nodes, forms_for
 from attndsl.backends.kernels.compile import load_module
 from attndsl.ir import Node, Op, Program, const, node
 from attndsl.pipeline import lower, lower_program
@@ -187,7 +187,7 @@ def test_who_gets_which() -> None:
 
 
 def _text(root: Node, forms: str) -> str:
-    printed = print_expressions((root,), Names({}, {}, 16, forms=forms))
+    printed = print_expressions((root,), LeafNames({}, {}, 16, forms=forms))
     return "\n".join([*printed.lines, *printed.results])
 
 
@@ -228,7 +228,7 @@ def test_other_operands_take_fast_forms() -> None:
 def test_masks_and_their_tiles_agree(tmp_path: Path) -> None:
     """A pair is live or not: what finds tiles must see the kernels' own mask."""
     from attndsl.backends.base import Wants
-    from attndsl.backends.generated.source import source_of
+    from attndsl.backends.engine.kernel_listing import source_of
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.triton.family import Portable
 

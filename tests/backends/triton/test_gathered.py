@@ -7,7 +7,7 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.gradients.plan import Rest, plan_gradients
+from attndsl.backends.gradients.gradient_plan import Rest, plan_gradients
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.triton.captures import KINDS
 

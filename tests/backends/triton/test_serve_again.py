@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attndsl
 from attndsl import errors
 from attndsl.backends.kernels.compile import Executable
-from attndsl.backends.triton import serve
+from attndsl.backends.triton import serve_launch
 from attndsl.foundation.caches import CACHES, Reason
-from attndsl.serving import Serving
+from attndsl.serving.serve_call import Serving
 
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
 TEXT = "mask = causal() and q - kv < 25; score = score + alibi() + kv_len / 7"
@@ -156,8 +156,8 @@ def test_what_is_refused_is_refused_again(device, anew):
 def test_lists_of_tiles_are_those_of_each_step(device, anew, monkeypatch):
     """Kernels that list tiles read lengths and starts from memory."""
     listed = []
-    real = serve._lists
-    monkeypatch.setattr(serve, "_lists", lambda *args: listed.append(args) or real(*args))
+    real = serve_launch._lists
+    monkeypatch.setattr(serve_launch, "_lists", lambda *args: listed.append(args) or real(*args))
     text = "mask = natten2d(8, 8, 3, 5) and causal()"
     attention = attndsl.compile(text, backend="decode")
     for lengths, counts in (((30, 9), (2, 1)), ((12, 60), (1, 3)), ((64, 64), (3, 2))):
@@ -209,7 +209,7 @@ class _Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("lse", [False, True])
 def test_a_step_again_makes_room_and_launches_once(device, anew, monkeypatch, lse):
-    monkeypatch.setattr("attndsl.serving.looks_at_values", lambda device: False)
+    monkeypatch.setattr("attndsl.serving.serve_call.looks_at_values", lambda device: False)
     attention = attndsl.compile(TEXT, backend="decode")
     q, cache, starts = on(device, make_step((300, 20), (1, 3), SHAPE))
     given = {"most_queries": 3, "return_lse": lse}
@@ -240,7 +240,7 @@ def test_tensors_whose_signs_torch_has_yet_to_change(device):
 
 def test_tokens_of_nobody_are_cleared_for_all_values_of_starts(device, monkeypatch):
     """In front, behind, between and beyond the most queries; no request loses a token."""
-    monkeypatch.setattr("attndsl.serving.looks_at_values", lambda device: False)
+    monkeypatch.setattr("attndsl.serving.serve_call.looks_at_values", lambda device: False)
     attention = attndsl.compile("causal()", backend="decode")
     step = make_step((4,) * 40, (1,) * 40, Shape(1, 1, 16, 16, 4, torch.float32, 30))
     q, cache, starts = on(device, step)

@@ -12,14 +12,14 @@ from support.fork_server import compiling, run_python
 from support.jobs import shares_of
 
 import attndsl
-from attndsl.backends.base import Gradients, StoredDS, Wants
-from attndsl.backends.generated.backend import generated_backend
+from attndsl.backends.base import CallGradients, StoredDS, Wants
+from attndsl.backends.engine.backend import generated_backend
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
-from attndsl.backends.triton.captures import pairs, run_extra
+from attndsl.backends.triton.captures import pair_gradients, run_extra
 from attndsl.backends.triton.captures.kind import BackwardState
 from attndsl.backends.triton.tiles import Widths
-from attndsl.runtime.programs import default_cache
+from attndsl.runtime.program_store import default_cache
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"
@@ -105,7 +105,7 @@ def run(text: str, tensors: dict[str, torch.Tensor], names: str, sizes: Sizes, *
     backend = generated_backend(("triton",), default_cache())
     lse = torch.zeros(2, *q.shape[:3])
     again = BackwardState(lowered, call, lse, lse[0], q, backend._layout)
-    found = run_extra(again, shares, Gradients(None, None, None, stored_ds=slopes))
+    found = run_extra(again, shares, CallGradients(None, None, None, stored_ds=slopes))
     assert found.stored_ds is None
     return found.tensors
 
@@ -159,7 +159,7 @@ def test_dtypes_and_any_number_that_share(dtype, batch):
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_one_program_goes_through_all(monkeypatch, mask):
     """As on GPUs where tiles are many; else they are added up in parts."""
-    monkeypatch.setattr(pairs, "PROGRAMS", 1)
+    monkeypatch.setattr(pair_gradients, "PROGRAMS", 1)
     check_sums(mask, ("q", "kv"), Sizes(3, 2, 1, 40, 50), torch.float32)
     check_sums(mask, ("h", "q", "kv"), Sizes(3, 2, 2, 40, 50), torch.float32)
 
@@ -167,7 +167,7 @@ def test_one_program_goes_through_all(monkeypatch, mask):
 @interpreted
 def test_parts_of_which_the_last_has_nothing(monkeypatch):
     """Five in four parts of two."""
-    monkeypatch.setattr(pairs, "PROGRAMS", 8)
+    monkeypatch.setattr(pair_gradients, "PROGRAMS", 8)
     sizes = Sizes(5, 2, 2, 40, 50)
     check_sums("causal", ("h", "q", "kv"), sizes, torch.float32)
 
@@ -175,7 +175,7 @@ def test_parts_of_which_the_last_has_nothing(monkeypatch):
 @interpreted
 def test_strides(monkeypatch):
     """What is not added up in parts lies as the tensor does."""
-    monkeypatch.setattr(pairs, "PROGRAMS", 1)
+    monkeypatch.setattr(pair_gradients, "PROGRAMS", 1)
     check_sums("causal", ("h", "q", "kv"), Sizes(), torch.float32, turned=True)
 
 
@@ -212,10 +212,10 @@ def test_tensors_that_tell_others_apart():
 
 
 def test_whole_tiles_make_those_of_backwards():
-    from attndsl.backends.hopper.tiles import CANDIDATES
+    from attndsl.backends.hopper.tile_sizes import CANDIDATES
 
     for backward in (config for row in CANDIDATES[Task.BACKWARD].values() for config in row):
-        for own in pairs.STORED_TILES.candidates(Widths(128, 128, 2), 232448):
+        for own in pair_gradients.STORED_TILES.candidates(Widths(128, 128, 2), 232448):
             assert backward.block_m % own.block_m == backward.block_n % own.block_n == 0
 
 

@@ -9,7 +9,7 @@ from support.brute import call_of, lowered_of, true_kinds, visited
 from attndsl.backends.emit.loops import turn_of
 from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, kinds_by_segments
 from attndsl.passes.evaluate import Environment, evaluate
-from attndsl.passes.tiles.plan import BACKWARD_KV, DIRECTIONS
+from attndsl.passes.tiles.tile_plan import BACKWARD_KV, DIRECTIONS
 
 PRELUDE = [
     "causal()", "causal_lower_right()", "sliding_window(37)", "local_window(20)", "prefix_lm(50)",

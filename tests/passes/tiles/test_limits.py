@@ -9,13 +9,13 @@ import time
 import pytest
 from support.brute import lowered_of
 
-from attndsl.passes.tiles.plan import DIRECTIONS, FORWARD
+from attndsl.passes.tiles.tile_plan import DIRECTIONS, FORWARD
 
 # Each derivation ends at another operation. The lists between them find a broken heap.
 _DERIVE = """
 import sys
 from attndsl.passes.tiles import segments
-from attndsl.passes.tiles.plan import DIRECTIONS
+from attndsl.passes.tiles.tile_plan import DIRECTIONS
 from attndsl.pipeline import lower
 from attndsl.source import Source
 

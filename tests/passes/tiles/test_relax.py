@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 import attndsl
 from attndsl.ir import DType, Op, const, load, node, param, reads_score, toposort, var
 from attndsl.passes.evaluate import Environment, evaluate
-from attndsl.passes.tiles.sandwich import relaxed
+from attndsl.passes.tiles.mask_bounds import relaxed
 
 Q, KV = var("q"), var("kv")
 KNOWN = (node(Op.LT, KV, Q), node(Op.EQ, Q, KV), node(Op.LT, Q, param("near", DType.INT)))

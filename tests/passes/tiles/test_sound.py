@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.brute import call_of, lowered_of, true_kinds
 
 from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, kinds_by_segments, resample
-from attndsl.passes.tiles.plan import DIRECTIONS, EMPTY, FULL
 from attndsl.passes.tiles.sparsity import EVALUATION, SCORES, SETS, SUMMARIES
+from attndsl.passes.tiles.tile_plan import DIRECTIONS, EMPTY, FULL
 
 LENGTH = 150
 CASES = {

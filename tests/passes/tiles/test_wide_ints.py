@@ -10,8 +10,8 @@ from support.brute import call_of, lowered_of, true_kinds
 
 import attndsl
 from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, segment_kinds, wide_ints
-from attndsl.passes.tiles.plan import BACKWARD_KV, DIRECTIONS, EMPTY, FORWARD, FULL
-from attndsl.runtime.tiles import find_tiles
+from attndsl.inspection.tile_search import find_tiles
+from attndsl.passes.tiles.tile_plan import BACKWARD_KV, DIRECTIONS, EMPTY, FORWARD, FULL
 
 LEAST, MOST = -sys.maxsize - 1, sys.maxsize
 BY_PARAM = [

@@ -1,0 +1,1 @@
+"""Warnings about correct programs that hardly mean what they say."""

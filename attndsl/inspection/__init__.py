@@ -1,0 +1,1 @@
+"""Programs and calls to look at: tiles, words, dense arrays, comparisons."""

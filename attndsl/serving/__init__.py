@@ -1,0 +1,1 @@
+"""Calls of an engine: packed queries of several requests over keys in pages."""

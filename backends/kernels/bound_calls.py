@@ -1,0 +1,115 @@
+"""Calls that differ in elements and addresses alone, bound to what runs them.
+
+A graph of torch makes such a call between other work, when no code of it is in the processor's
+caches: see M54 in docs/measured.md. So all that they have in common is found out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.foundation.caches import memoised
+
+from ..base import bound_call
+from .arguments import capture_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attndsl.pipeline import Lowered
+
+    from ..base import Backward, BoundBackward, BoundForward, Call, CallGradients
+    from .kernel import Family
+    from .launch_spec import LaunchSpec
+
+
+Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+"""Makes a tensor of a size, strides and a dtype on the current device, without filling it.
+
+Torch's own functions take tuples, and no subclass of these such as ``torch.Size``."""
+
+
+@memoised("allocators of devices", None)
+def allocator(kind: str) -> Allocator:
+    """The allocator of a kind of device, such as ``cuda``.
+
+    It is the function by which Inductor's code makes all its tensors, so that it lies in the
+    processor's caches: see M56 in docs/measured.md.
+    """
+    found: Allocator | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
+    return partial(_empty_strided, kind) if found is None else found
+
+
+def _empty_strided(
+    kind: str, size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:  # fmt: skip
+    return torch.empty_strided(size, strides, dtype=dtype, device=kind)
+
+
+def rows_of(layout: LaunchSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and strides of log-sum-exps: (2, batch, heads, q_len), contiguous."""
+    batch, heads, _, q_len, _ = layout.sizes
+    return (2, batch, heads, q_len), (batch * heads * q_len, heads * q_len, q_len, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LastArguments:
+    """The last arguments of a launch: numbers, and captured tensors in their places."""
+
+    values: list[object]
+    """None where a captured tensor is, whose memory nothing here keeps."""
+    places: tuple[tuple[int, int], ...] = ()
+    """Places of captures among the values, and their numbers among the call's captures."""
+
+    def now(self, captures: Sequence[torch.Tensor]) -> list[object]:
+        """These of a call with other captures."""
+        if not self.places:
+            return self.values
+        values = [*self.values]
+        for place, number in self.places:
+            values[place] = captures[number]
+        return values
+
+
+def last_arguments(
+    layout: LaunchSpec, call: Call, numbers: Sequence[object]
+) -> LastArguments | None:
+    """``numbers``, and what the program adds for ``call``; None where that is made anew each time.
+
+    A capture without elements is replaced by a zero.
+    """
+    added = capture_arguments(layout.facts, call)
+    tensors = [place for place, value in enumerate(added) if isinstance(value, torch.Tensor)]
+    names = [capture.name for capture in layout.facts.captures] if tensors else []
+    if len(names) != len(tensors) or any(
+        added[place] is not call.tensors[name] for place, name in zip(tensors, names, strict=True)
+    ):
+        return None
+    own = [*call.tensors]
+    places = [
+        (len(numbers) + place, own.index(name)) for place, name in zip(tensors, names, strict=True)
+    ]
+    for place in tensors:
+        added[place] = None
+    return LastArguments([*numbers, *added], tuple(places))
+
+
+def bound_forward(family: Family, layout: LaunchSpec, lowered: Lowered, call: Call) -> BoundForward:
+    """The family's forward, of calls like ``call``."""
+    return bound_call(partial(family.forward, layout), lowered, call)
+
+
+def bound_backward(
+    family: Family, layout: LaunchSpec, lowered: Lowered, call: Call
+) -> BoundBackward:
+    """The family's backward, of calls like ``call``."""
+
+    def gradients(lowered: Lowered, call: Call, backward: Backward) -> CallGradients:
+        return family.backward(layout, lowered, call, backward)[0]
+
+    return bound_call(gradients, lowered, call)
