@@ -275,7 +275,7 @@ class Compiled:
         return self._given(given.get("captures"), named)
 
     def _dispatched(self, call: Call) -> tuple[Backend, Lowered, Call]:
-        """Choose the backend of a bound call; see :func:`.binding.dispatched`."""
+        """Choose the backend of a bound call; see :func:`.resolve.dispatched`."""
         return dispatched(self, call)
 
     def _given(self, captures: Captures | None, named: Captures) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from attndsl.backends.base import NONE, Call, Signature
 from attndsl.backends.memory_order import rows_contiguous
 from attndsl.errors import AttnDSLError, UnsupportedError
 from attndsl.foundation.caches import BoundedCache, Reason
+from attndsl.foundation.scalars import number_key
 from attndsl.inspection.tile_search import given_tiles
 from attndsl.runtime.program_store import point_into, pointing_into
 
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 
 _MOST_SIGNATURES = 4096
+_NUMBERS = frozenset((bool, int, float))
 
 
 class Arguments(NamedTuple):
@@ -77,7 +79,7 @@ class PreparedCall:
 
     __slots__ = (
         "as_given", "backend", "bare", "binds", "bound", "declared", "kv_len", "lowered", "marks",
-        "needs", "params", "request", "scale", "source", "template", "tensors", "terms",
+        "needs", "numbers", "params", "request", "scale", "source", "template", "tensors", "terms",
     )  # fmt: skip
 
     def __init__(
@@ -117,11 +119,13 @@ class PreparedCall:
             self.bare = tuple(self.template[3:])
         self.binds = (
             backend.binds and as_given and terms is None and declared.dropout is None
-            and not self.params and fixed
+            and fixed
         )  # fmt: skip
         self.bound: BoundCall | None = None
         """The launch of calls that differ in elements and addresses alone; none before the second
         one."""
+        self.numbers: list[object] = []
+        """Keys of the params that it was bound with."""
 
     def call(self, given: Arguments) -> Call:
         """The checked call of these arguments, before a part is put into its program's terms.
@@ -181,7 +185,7 @@ class PreparedCall:
             if self.terms is not None:
                 call = self.terms.applied(whole)
             if self.binds and not first and self.bound is None:
-                self.bound = bound_call(backend, self.lowered, call)
+                self._bind(call, given.captures)
             if not options:
                 return attend(backend, self.lowered, call, False, first)
             tiles, out, has_lse = map(options.get, ("tiles", "out", "return_lse"))
@@ -196,6 +200,15 @@ class PreparedCall:
             point_into(error, self.source)
             raise
 
+    def _bind(self, call: Call, captures: Mapping[str, Any]) -> None:
+        """Bind calls like this one, if its params are numbers."""
+        if all(type(x) in _NUMBERS for x in call.params.values()):
+            self.numbers = self._numbers(captures)
+            self.bound = bound_call(self.backend, self.lowered, call)
+
+    def _numbers(self, captures: Mapping[str, Any]) -> list[object]:
+        return [number_key(captures.get(name, default)) for name, default in self.params]
+
     def _launched(self, given: Arguments) -> Any:
         """Results of the bound launch; None for a call of which more is to be looked at."""
         q, k, v, options, captures = given
@@ -206,6 +219,8 @@ class PreparedCall:
             has_lse = bool(options.get("return_lse"))
             if has_lse:
                 check_has_lse(self.declared)
+        if self.params and self._numbers(captures) != self.numbers:
+            return None
         tensors: tuple[torch.Tensor, ...] = q, k, v
         if self.tensors:
             tensors = q, k, v, *[captures[name] for name in self.tensors]

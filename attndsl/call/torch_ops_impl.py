@@ -243,7 +243,7 @@ def _called(
     if not is_plain:
         found = _found_out(unpacked(tensors, what, ints, floats))
         return found, found.call
-    known: Any = _CALLS.get(key)
+    known: Any = _CALLS.recent.get(key) or _CALLS.get(key)
     if known is not None:
         return known, known.call.of(tensors)
     found = _found_out(unpacked(tensors, what, ints, floats))
@@ -313,7 +313,7 @@ def run_forward(
     tell_counters()
     refuse_context_parallel()
     key = _key_of(tensors, what, ints, floats)
-    known: Any = _CALLS.get(key)
+    known: Any = _CALLS.recent.get(key) or _CALLS.get(key)
     usual = _is_usual(tensors)
     if usual and known is not None and known.bound is not None:
         results: tuple[torch.Tensor, torch.Tensor] = known.bound(tensors)
@@ -340,7 +340,7 @@ def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.
     """``attndsl::backward``."""
     key = _key_of(tensors, what, ints, floats)
     usual = _is_usual(tensors)
-    known: Any = _CALLS.get(key) if usual else None
+    known: Any = _CALLS.recent.get(key) or _CALLS.get(key) if usual else None
     if known is not None:
         asked: _WantedOfOperator = known.asked
         found = known.bound(tensors[asked.results :], asked.backward(tensors))
