@@ -58,16 +58,33 @@ def new_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def new_barrier(ARRIVALS: gl.constexpr):
+    """The barrier of a channel of one stage; no row of several.
+
+    Each dimension of whatever a warpgroup starts with takes 4 bytes of shared memory.
+    """
+    found = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(found, count=ARRIVALS)
+    return found
+
+
+@gluon.jit
+def barrier_at(barriers, stage):
+    """The barrier of a stage; a :func:`new_barrier` itself."""
+    return barriers if barriers.rank == 1 else barriers.index(stage)
+
+
+@gluon.jit
 def producer_acquire(channel, slot):
     """Wait until the consumers have released the stage, if they ever do."""
     if channel.empty is not None:
-        mbarrier.wait(channel.empty.index(slot.stage), slot.phase ^ 1)
+        mbarrier.wait(barrier_at(channel.empty, slot.stage), slot.phase ^ 1)
 
 
 @gluon.jit
 def producer_expect(channel, slot, BYTES: gl.constexpr):
     """Commit the stage as soon as so many bytes have come; returns its barrier."""
-    ready = channel.full.index(slot.stage)
+    ready = barrier_at(channel.full, slot.stage)
     mbarrier.expect(ready, BYTES)
     return ready
 
@@ -86,19 +103,19 @@ def producer_load(channel, slot, place):
 @gluon.jit
 def producer_commit(channel, slot):
     """Let the consumers have a stage that was written."""
-    mbarrier.arrive(channel.full.index(slot.stage), count=1)
+    mbarrier.arrive(barrier_at(channel.full, slot.stage), count=1)
 
 
 @gluon.jit
 def consumer_wait(channel, slot):
     """Wait until the stage has been committed."""
-    mbarrier.wait(channel.full.index(slot.stage), slot.phase)
+    mbarrier.wait(barrier_at(channel.full, slot.stage), slot.phase)
 
 
 @gluon.jit
 def consumer_release(channel, slot, pred=True):
     """Say that this consumer has read the stage, where ``pred``."""
-    mbarrier.arrive(channel.empty.index(slot.stage), count=1, pred=pred)
+    mbarrier.arrive(barrier_at(channel.empty, slot.stage), count=1, pred=pred)
 
 
 @gluon.jit
@@ -110,7 +127,7 @@ def consumer_release_by(channel, slot, PER_THREAD: gl.constexpr):
     from there: what was loaded must have been used before.
     """
     if PER_THREAD:
-        async_copy.mbarrier_arrive(channel.empty.index(slot.stage), increment_count=False)
+        async_copy.mbarrier_arrive(barrier_at(channel.empty, slot.stage), increment_count=False)
     else:
         consumer_release(channel, slot)
 
@@ -133,18 +150,10 @@ def read_field(memory, NUMBER: gl.constexpr):
 
 @gluon.jit
 def item_memory(CONSUMERS: gl.constexpr):
-    """Stage in which the producer says what work tiles are; barriers full, empty.
-
-    Its barriers are no rows of several: whatever a warpgroup starts with takes shared memory.
-    """
+    """Stage in which the producer says what work tiles are; barriers full, empty."""
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     item = gl.allocate_shared_memory(gl.int32, [16], ROW)
-    full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    mbarrier.init(full, count=1)
-    mbarrier.init(empty, count=CONSUMERS)
-    return item, full, empty
+    return item, new_barrier(1), new_barrier(CONSUMERS)
 
 
 @gluon.jit

@@ -146,11 +146,12 @@ class Barrier:
 class Barriers:
     """Shared memory that holds barriers; where there is one, that one."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, rank: int) -> None:
         self.all = [Barrier() for _ in range(number)]
+        self.rank = rank
 
     def index(self, place: Any) -> Barriers:
-        found = Barriers(0)
+        found = Barriers(0, self.rank - 1)
         found.all = [self.all[int(place)]]
         return found
 

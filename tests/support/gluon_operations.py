@@ -207,7 +207,7 @@ class Operations:
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if layout == "barrier":
-            return Barriers(shape[0])
+            return Barriers(shape[0], len(shape))
         if shape[1:2] == [128]:
             # A word or more for each thread: what stands for the bits of a tile, see :func:`keep`.
             dtype, shape = torch.int32, [shape[0], 8]

@@ -96,7 +96,7 @@ def run_backward(operands, statistics, bias_descs, results, call):
         ROTATED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
         p_slope = gl.allocate_shared_memory(gl.float32, [BLOCK_N, BLOCK_M], ROTATED)
     lse_s, delta_s = allocate_tiles(lse_desc, STAGES), allocate_tiles(delta_desc, STAGES)
-    k_full, v_full = new_barriers(1, 1), new_barriers(1, 1)
+    k_full, v_full = new_barrier(1), new_barrier(1)
     q_full, do_full = allocate_barriers(STAGES), allocate_barriers(STAGES)
     q_empty, do_empty = allocate_barriers(STAGES), allocate_barriers(STAGES)
     for stage in gl.static_range(STAGES):
@@ -109,7 +109,7 @@ def run_backward(operands, statistics, bias_descs, results, call):
         bits = gl.allocate_shared_memory(gl.int8, [STAGES * 2, 128, BLOCK_M // 16], BYTES)
         kept = Channel(None, bits, new_barriers(STAGES, 1), None, None)
     if PERSISTENT:
-        k_empty = new_barriers(1, 2)
+        k_empty = new_barrier(2)
         item, item_full, item_empty = item_memory(2)
         items = Channel(None, item, item_full, item_empty, None)
     if TAKES_TURNS:

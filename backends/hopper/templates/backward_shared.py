@@ -31,8 +31,9 @@ from attndsl.backends.device.records import (
 from attndsl.backends.hopper import gluon_dialect as tl
 from attndsl.backends.hopper.channels import (
     acquire_item, allocate_barriers, allocate_tiles, announce_item, await_item, consumer_release,
-    consumer_release_by, consumer_wait, init_barrier, item_memory, key_item, new_barriers,
-    pack_fields, producer_acquire, producer_commit, producer_expect, release_item, slot_of, turn_at,
+    consumer_release_by, consumer_wait, init_barrier, item_memory, key_item, new_barrier,
+    new_barriers, pack_fields, producer_acquire, producer_commit, producer_expect, release_item,
+    slot_of, turn_at,
 )
 from attndsl.backends.hopper.library import (
     add_to_sums, await_turn, count_turn, count_up, lazy_shift, multiply, partial_row_sums,
