@@ -57,7 +57,7 @@ class Variant(NamedTuple):
     """Choice of one of the programs of a text and its declarations."""
 
     sink: bool = True
-    """Whether the program's sink stays. Tensors that it alone mentions do."""
+    """True if the program's sink stays. Tensors that only the sink mentions stay in any case."""
     absent: tuple[str, ...] = ()
     """Captures that are declared with ``= none`` and are not there."""
     ones: Dims = ()

@@ -99,7 +99,7 @@ class BlockDiagonalMask(AttentionBias):
     k_lengths: tuple[int, ...]
     """Numbers of keys, which may have room behind them."""
     batches: tuple[int, ...] | None = None
-    """How many sequences each tensor had that :meth:`from_tensor_list` packed."""
+    """Number of sequences in each tensor that :meth:`from_tensor_list` packed."""
 
     @classmethod
     def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> Self:

@@ -38,9 +38,9 @@ __all__ = [
 ]  # fmt: skip
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-"""Of configuration files."""
+"""Suffixes of configuration files."""
 PROGRAM_SUFFIX = ".attn"
-"""Of program files."""
+"""Suffix of program files."""
 _LIKE_TEXT = re.compile(r"[:=] |^\s*\{")
 
 

@@ -30,9 +30,9 @@ class Item(NamedTuple):
     name: str | None
     """None for a key that is no text."""
     value: Any
-    """Of the document."""
+    """The value that the name has in the document."""
     span: Span | None = None
-    """Of the name."""
+    """Place of the name in the file."""
 
 
 class Text(NamedTuple):
@@ -42,7 +42,7 @@ class Text(NamedTuple):
     first_line: int = 1
     """Line of the file where it begins, where that is known."""
     written: Span | None = None
-    """Where it stands in the file, with quotes, escapes and indentation, where that is known."""
+    """Its place in the file, with quotes, escapes and indentation, where that is known."""
 
 
 class DocumentMapping(list[tuple[str, Any]]):
@@ -60,12 +60,12 @@ class Document(ABC):
     """One configuration, with all that may stand around it."""
 
     name: str
-    """What errors call it: its file."""
+    """The document's name in errors: its file."""
     file: str | None
     """Path of the file; None for a mapping."""
     root: Any
     has_lines: bool
-    """Whether it is known where its texts stand in the file."""
+    """True if the places of its texts in the file are known."""
 
     @abstractmethod
     def items(self, value: Any) -> list[Item] | None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 KEYS = ("program", "params", "description")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
-"""Of a param, as the schema says."""
+"""Name of a param, as the schema says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class ConfigEntry:
     params: dict[str, Bound | Absent] = field(default_factory=dict)
     """Values to bind, which know where they stand; absent ones are null."""
     description: str | None = None
-    """What the file says of the program to people."""
+    """The file's description of the program, for people."""
     file: str | None = None
     """Path of the file, beside which imported files lie; None for a mapping."""
     written: Span | None = field(default=None, compare=False)
-    """Where the text stands in the file, as :attr:`.documents.Text.written` says."""
+    """Place of the text in the file; see :attr:`.documents.Text.written`."""
 
     @property
     def source(self) -> Source:

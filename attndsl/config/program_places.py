@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _LIKE_PROGRAM = re.compile(
     r"\bkv\b|^\s*\w+\(|\b(?:q|score)\s*[-+*/%<>=!]|\b(?:mask|weights|sink)\s*="
 )
-"""What texts of programs have, and few others."""
+"""Finds what texts of programs contain, and few others."""
 _SPEAKS_OF_PROGRAMS = re.compile(r"\bprogram\b[\"']?\s*[:=]|\bkv\b")
-"""The same of a file that cannot be parsed."""
+"""Finds the same in a file that cannot be parsed."""
 _LIKENESS = 0.8
 _MAX_DEPTH = 8
-"""Of places that are looked for."""
+"""The most keys on the path of a place that is looked for."""
 _MAX_LOOKS = 2000
 """Mappings and lists that are looked into for places."""
 

@@ -55,7 +55,7 @@ class FileProblem(NamedTuple):
     kind: str
     """Name of the error's class."""
     elsewhere: Span | None = None
-    """Where it is, if that is another file, which this one imports."""
+    """Its place, if that is in another file, which this one imports."""
     level: Level = Level.ERROR
 
 
@@ -111,7 +111,7 @@ def _without_frames(error: AttnDSLError) -> AttnDSLError:
 
 
 _remembered = memoised("problems of programs by source, declared", 2048)(_check)
-"""As :func:`_check`: a change of one program in a file leaves the others as they are."""
+"""Memoised :func:`_check`: a change of one program in a file leaves the others as they are."""
 
 
 def _told(error: AttnDSLError, where: str = "") -> str:

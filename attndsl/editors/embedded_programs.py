@@ -68,7 +68,7 @@ class EmbeddedProgram(NamedTuple):
     source: Source
     declared: Mapping[str, Declared]
     places: tuple[int, ...] | None = None
-    """Where each character stands in the file, and where the last one ends; None where the program
+    """Offset in the file of each character, and of the end of the last one; None where the program
     is the file."""
 
     def in_file(self, start: int, end: int) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class Found(NamedTuple):
 
     programs: tuple[EmbeddedProgram, ...]
     errors: tuple[AttnDSLError, ...] = ()
-    """Of the file itself: it is no YAML, or an entry is not of the form."""
+    """Errors of the file itself: it is no YAML, or an entry is not of the form."""
 
 
 @memoised("programs in files", 8)

@@ -41,7 +41,7 @@ _FIELDS = tuple(
 )
 """All attributes of torch's masks."""
 _SEPARATES = "separate_full_blocks" in inspect.signature(torch_blocks).parameters
-"""Whether torch's function knows the argument: with torch 2.11 it does not."""
+"""True if torch's function knows the argument: with torch 2.11 it does not."""
 
 
 class BlockMask(TorchBlockMask):
@@ -53,9 +53,9 @@ class BlockMask(TorchBlockMask):
     """
 
     by_mask: bool = False
-    """Whether the blocks were derived from ``mask_mod``, and both are as they were then."""
+    """True if the blocks were derived from ``mask_mod``, and neither has changed since."""
     varies: tuple[bool, bool] = (True, True)
-    """Whether the mask varies with the batch entry, and with the head."""
+    """For batch entries and for heads: True if the mask varies with them."""
     tiles: TileMap | None = None
     """The blocks as calls of :class:`attndsl.Attention` take them, where they have use for them."""
 

@@ -45,7 +45,7 @@ class ClosureReach:
     numbers: list[int | float] = field(default_factory=list)
     """At each place once."""
     names: dict[int, str] = field(default_factory=dict)
-    """What the user calls tensors, by id."""
+    """The user's names of tensors, by id."""
     number_names: list[str] = field(default_factory=list)
     opaque: bool = False
 

@@ -61,7 +61,7 @@ class _Family:
     """Closures that differ by their numbers and tensors only."""
 
     values: tuple[set[object], ...]
-    """What each number has been, up to one more than ``_CONSTANTS``."""
+    """Values that each number has had, up to one more than ``_CONSTANTS``."""
     varying: set[int] = field(default_factory=set)
     """Places of numbers that are params."""
     fixed: set[int] = field(default_factory=set)

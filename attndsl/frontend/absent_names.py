@@ -41,9 +41,9 @@ class Gone:
     sizes: frozenset[str] = frozenset()
     """Sizes that it reads and that absent tensors alone have."""
     kept: Node | None = None
-    """What the expression reads of the score, which stays if the expression goes."""
+    """The part of the expression that reads the score, which stays if the expression goes."""
     others: bool = False
-    """Whether positions or sizes go with it, as those of ``c * (q - kv)`` do."""
+    """True if positions or sizes go with it, as those of ``c * (q - kv)`` do."""
 
 
 @dataclass(frozen=True, slots=True)

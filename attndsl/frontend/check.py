@@ -96,7 +96,7 @@ class KnownValues(NamedTuple):
     parts: Mapping[str, Node]
     """Mask, sink and weights."""
     lines: tuple[ir.Line, ...]
-    """What the score is after each of its lines, in order."""
+    """The score after each of its lines, in order."""
 
 
 def values_of(tree: s.Tree, declared: Mapping[str, Declared]) -> KnownValues:

@@ -41,9 +41,9 @@ class JoinPart:
     text: str
     """Checked, with all its imports."""
     declared: Mapping[str, Declared]
-    """What its caller declared."""
+    """Declarations of its caller."""
     sink: bool = True
-    """Whether its sink stays."""
+    """True if its sink stays."""
     prefix: str = ""
     """Put before the names of its params, tensors and dims."""
 
@@ -103,18 +103,18 @@ class _RenamedProgram:
     """A program, and what its names are to be called."""
 
     number: int
-    """As errors count: from 1."""
+    """Number of the program in errors, from 1."""
     part: JoinPart
     source: Source
     """With all declarations in its text, but for params with a value."""
     tree: s.Tree
     spans: Sequence[Span]
-    """Of its statements."""
+    """Spans of its statements."""
     names: ProgramNames
     bound: Mapping[str, Bound]
     """Params that have a value for good."""
     values: dict[str, str] = field(default_factory=dict)
-    """What stands in place of a name: another name, or the value of a param."""
+    """Replacement of each name: another name, or the value of a param."""
     functions: dict[str, str] = field(default_factory=dict)
 
 

@@ -38,7 +38,7 @@ class Kind(enum.Enum):
     VARIABLE = "variable"
     """The score, an index or a size of every call."""
     TARGET = "target"
-    """What a statement gives the program."""
+    """A part of the program that a statement sets."""
     FUNCTION = "function"
     PRELUDE = "prelude"
     NAME = "name"

@@ -47,7 +47,7 @@ class Question:
     absent: tuple[str, ...] = ()
     """Captures that are not there, and that calls may give."""
     doubts: tuple[str, ...] = ()
-    """What a call of these lengths hardly can mean."""
+    """Warnings about a call of these lengths that is probably unintended."""
     verbose: bool = True
     """True for fast forms of functions, tiles of loops, and what runs higher derivatives, too."""
 

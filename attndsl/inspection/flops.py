@@ -43,14 +43,14 @@ class _WorkKey:
 
     spec: str
     shapes: tuple[tuple[int, ...], ...]
-    """Of q, k, v and the captured tensors."""
+    """Shapes of q, k, v and the captured tensors."""
     is_given: tuple[bool, ...]
     numbers: tuple[int | float, ...] = field(compare=False)
     """The params that are numbers: ints and bools, and behind them floats."""
     keys: tuple[object, ...]
     """The key of each of these."""
     ints: int
-    """How many ints and bools these are."""
+    """Number of ints and bools among these."""
     offsets: tuple[int, int]
     whole: tuple[int, ...]
     has_lengths: bool

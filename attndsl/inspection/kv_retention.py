@@ -30,8 +30,8 @@ class Retained:
     kv_len: int
     """Number of keys that were asked about."""
     exact: bool
-    """Whether some later query sees each of these keys. Otherwise the mask has a condition that
-    only the pair itself decides, and some keys may be here in vain."""
+    """True if some later query sees each of these keys. Otherwise the mask has a condition that
+    only the pair itself decides, and no query may need some of these keys."""
 
     def __len__(self) -> int:
         """Number of keys."""

@@ -27,7 +27,7 @@ class Lowered:
     placed: Placed
     """The score as a sum of parts of pairs, rows and columns."""
     sparsity: Sparsity
-    """How tiles are found; ``sparsity.loop`` plans one loop when tile sizes are known."""
+    """Plan to find tiles; ``sparsity.loop`` plans one loop when tile sizes are known."""
     digest: str
     """Hex digest of the program's meaning: the same after renaming a local or reformatting."""
     contractions: Contractions | None = None
@@ -60,4 +60,4 @@ class Contractions:
     row: Node | None = None
     """FLOAT; what is added to whole rows, which a softmax does not see."""
     why_not: str = ""
-    """Why there is no such program."""
+    """Reason why there is no such program."""

@@ -50,7 +50,7 @@ class Start(enum.Enum):
     """Ways in which a position follows from a row of the part."""
 
     CALL = "call"
-    """As in any call: by its own offset or index."""
+    """The call's own offset or index, as in any call."""
     NUMBER = "number"
     """The row and a size, ``q_start``, which is not negative."""
     SCALAR = "scalar"
@@ -81,13 +81,13 @@ class Changes:
     sizes: frozenset[str] = frozenset()
     """Names of :data:`VARIABLE_OF` of which the whole has more."""
     replicated: bool = False
-    """Whether a key head of the part has fewer query heads than one of the whole."""
+    """True if a key head of the part has fewer query heads than one of the whole."""
     q: Start = Start.CALL
     kv: Start = Start.CALL
     lengths: bool = False
-    """Whether batch entries have numbers of keys of their own, ``kv_lengths[b]``."""
+    """True if each batch entry has its own number of keys, ``kv_lengths[b]``."""
     requests: bool = False
-    """Whether a batch entry is any request of a packed call, ``requests[b]``, and has rows behind
+    """True if a batch entry is any request of a packed call, ``requests[b]``, and has rows behind
     its last query, which the mask leaves out."""
     tokens: Tokens = Tokens.ROWS
     shares: frozenset[tuple[str, int]] = frozenset()

@@ -29,7 +29,7 @@ HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
     "Cache-Control": "no-store",
 }
-"""Of every answer."""
+"""Headers of every answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class Bounds:
     columns: tuple[Node, ...]
     """The same of ``kv``, ``$column{n}_low`` and ``$column{n}_high``."""
     opaque: tuple[str, ...]
-    """Why parts of the mask are undecided wherever they are looked at."""
+    """Reasons why parts of the mask are undecided wherever they are evaluated."""
     cells: tuple[Cell, ...] = ()
     """Conditions of both positions; the n-th one's least and greatest value in a tile are the BOOL
     params ``$cell{n}_low`` and ``$cell{n}_high``."""
