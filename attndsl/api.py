@@ -47,7 +47,7 @@ __all__ = ["Attention", "compile", "load", "verify"]
 
 
 _PATH = re.compile(r"\s*[^\s()=<>#\[\]]+\.(ya?ml|toml|json|attn)\s*")
-"""What no program is."""
+"""Matches a file path passed where program text is expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Options:
     checked: bool | None = None
     exact: bool = False
     warns: bool = False
-    """Whether the program and its calls are asked what they hardly can mean: a person wrote it."""
+    """True to warn about probably unintended programs and calls: a person wrote the program."""
 
 
 class Programs(dict[str, Attention]):

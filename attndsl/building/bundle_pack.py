@@ -29,11 +29,11 @@ class PackedKernel(NamedTuple):
     text: str
     """Its program, as it was written."""
     name: str
-    """Of the function, with its constants."""
+    """Name of the function, with its constants."""
     seconds: float
-    """Of its compilation; 0 where Triton had it."""
+    """Seconds of its compilation; 0 where Triton had it."""
     bytes: int
-    """Of what was compiled."""
+    """Size of the compiled code."""
 
 
 class PackedBundle(NamedTuple):
@@ -43,7 +43,7 @@ class PackedBundle(NamedTuple):
     kernels: tuple[PackedKernel, ...]
     programs: int
     bytes: int
-    """Of all files."""
+    """Size of all files."""
 
 
 def pack(built: Built, target: str, folder: Path) -> PackedBundle:

@@ -24,7 +24,7 @@ from .profiling import BACKWARD, event_of_call
 
 _is_within_transform = torch._C._are_functorch_transforms_active
 modes_on = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes are on."""
+"""Returns the number of dispatch modes that are on."""
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -299,5 +299,5 @@ def _gradients(
 
 
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attend).apply
-"""What ``_Attend.apply`` does once it has looked for transforms, without that: see M29 in
-docs/measured.md. Within a transform no call comes here."""
+"""``_Attend.apply`` without its look for transforms: see M29 in docs/measured.md. No call comes
+here within a transform."""

@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
     v: torch.Tensor | None
     """(B, Hkv, Lk, Dv)."""
     captures: dict[str, torch.Tensor]
-    """Of captured tensors and params by name, of their shapes and dtypes."""
+    """Captured tensors and params by name, with their shapes and dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Results:
     lse: torch.Tensor | None
     """(B, Hq, Lq), fp32 (fp64 for fp64), natural logarithm; None for own weights."""
     grad_out: torch.Tensor
-    """As ``out``."""
+    """Gradient of ``out``, with its shape and dtype."""
     grad_lse: torch.Tensor | None = None
-    """As ``lse``; None for zeros."""
+    """Gradient of ``lse``, with its shape and dtype; None for zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class WantedGradients:
     captures: Collection[str] | None = None
     """Names of float captures; None for those that require a gradient."""
     dtype: torch.dtype | None = None
-    """Of the gradients of q, k and v; None for theirs."""
+    """dtype of the gradients of q, k and v; None for that of each operand."""
 
 
 def wants_for(call: Call, asked: WantedGradients) -> Wants:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[1]
 _FOLDERS = (f"{_ROOT}{os.sep}", f"{_ROOT.parent / 'backends'}{os.sep}")
-"""Where the package's own code lies, also in a checkout."""
+"""Folders of the package's own code, also in a checkout."""
 _MANY_HEADS = 256
 """More heads than models have."""
 _SOME_HEADS = 64

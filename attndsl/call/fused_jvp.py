@@ -55,9 +55,10 @@ class Ahead:
     known: dict[int, torch.Tensor]
     """See :func:`tangents_of`."""
     _kept: Tensors = field(default=())
-    """Inputs and tangents of which ``_found`` has come, so that no others take their memory."""
+    """Inputs and tangents that ``_found`` was made of: kept, so that no others take their
+    memory."""
     _asked: tuple[object, ...] = field(default=())
-    """What these were."""
+    """Places of the inputs that have tangents, and the key of each tensor in ``_kept``."""
     _found: Tensors | None = field(default=None)
 
     def results(

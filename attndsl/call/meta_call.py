@@ -50,7 +50,7 @@ class AskedSizes:
     heads: int | None = None
     """Query heads."""
     kv_heads: int | None = None
-    """As many as query heads, where captures tell none."""
+    """Key heads; where captures tell none, as many as query heads."""
     head_dim: int = 64
 
     def with_ints(self) -> AskedSizes:

@@ -176,7 +176,7 @@ _AFTER = torch._C._after_autograd_keyset
 _HARDWARE = frozenset(
     getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA", "BackendSelect")
 )
-"""Where nothing stands between autograd and what runs a call."""
+"""Dispatch keys with nothing between autograd and the kernels of a call."""
 
 
 @memoised("sets of dispatch keys", None)

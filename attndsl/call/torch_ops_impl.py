@@ -61,7 +61,7 @@ class OperatorCall(NamedTuple):
     backend: str
     """The backend asked for."""
     checked: bool
-    """Whether to run in checked mode."""
+    """True to run in checked mode."""
 
 
 def operands(
@@ -180,12 +180,12 @@ class Known(NamedTuple):
 
     lowered: Lowered
     call: Call
-    """As a template, without tensors."""
+    """The call as a template, without tensors."""
     backend: Any
     order: MemoryOrder
-    """Of the output."""
+    """Memory order of the output."""
     bound: BoundForward | None = None
-    """What runs those whose tensors are aligned, once there was one."""
+    """Forward for calls with aligned tensors; None until one was made."""
 
 
 class KnownBackward(NamedTuple):
@@ -193,7 +193,7 @@ class KnownBackward(NamedTuple):
 
     asked: _WantedOfOperator
     bound: BoundBackward
-    """What runs those whose tensors are aligned. Results are as the forward leaves them."""
+    """Backward for calls with aligned tensors. Results are as the forward leaves them."""
 
 
 def _key_of(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[object, ...]:
@@ -373,9 +373,9 @@ class _WantedOfOperator(NamedTuple):
     """Gradients that a backward is asked for, in a backend's terms."""
 
     results: int
-    """Tensors before the call's."""
+    """Number of tensors before the call's."""
     names: list[str]
-    """Of captures that may have gradients, in their order."""
+    """Names of captures that may have gradients, in their order."""
     wanted: Wants
 
     def backward(self, tensors: Any) -> Backward:

@@ -39,15 +39,15 @@ _MORE = 4
 
 
 class RowPiece(NamedTuple):
-    """Rows of one rank, put among those of others."""
+    """Rows of one rank at their place among the rows of others."""
 
     start: int
-    """Where they begin there."""
+    """The first row's place among the rows of all."""
     stop: int
     source: int
-    """Whose they are: a number in the table of ranks."""
+    """Number, in the table of ranks, of the rank that holds the rows."""
     at: int
-    """Where they begin in what that rank has sent."""
+    """The first row's place in what that rank has sent."""
 
 
 class Island(NamedTuple):
@@ -55,7 +55,8 @@ class Island(NamedTuple):
 
     keys: Run
     pieces: tuple[RowPiece, ...]
-    """What is read of these, in order. What this rank holds begins at its own rows."""
+    """Pieces of these keys, in order. ``at`` of a piece that this rank holds counts its own
+    rows."""
 
 
 class RowRun(NamedTuple):
@@ -69,18 +70,19 @@ class RowRun(NamedTuple):
     keys: Run
     """Positions of the keys that the rows may see."""
     own: int
-    """Which of this rank's rows of keys is the first of these; -1 where others hold some."""
+    """Index of the first of these keys among this rank's rows of keys; -1 where others hold
+    some."""
     island: int
-    """Which island they lie on; -1 where this rank holds all."""
+    """Index of the island that holds the keys; -1 where this rank holds all."""
 
 
 class Fetched(NamedTuple):
     """Flags on the keys that ranks fetch, the same on all ranks."""
 
     travels: bool
-    """Whether any rank needs keys of another one."""
+    """True if any rank needs keys of another one."""
     keeps: bool
-    """Whether these are few, and kept for the backward."""
+    """True if these are few, and kept for the backward."""
 
 
 ALWAYS = Fetched(True, False)
@@ -94,17 +96,17 @@ class Table(NamedTuple):
     group: int
     """Ranks of a group: each has as many parts of the heads."""
     length: int
-    """Of the whole sequence."""
+    """Rows of the whole sequence."""
     rows: int
-    """Of this rank."""
+    """Rows of this rank."""
     held: tuple[Run, ...]
-    """Their positions."""
+    """Positions of this rank's rows."""
     keys: Run
     """Positions of all keys that the group's rows may see."""
     parts: tuple[RowRun, ...]
     """The group's rows."""
     places: tuple[tuple[Run, ...], ...]
-    """By rank of the group: where its rows lie among the group's."""
+    """By rank of the group: places of its rows among the group's."""
     rows_in_order: tuple[RowPiece, ...]
     """The same in the order of rows."""
     sends: tuple[tuple[Run, ...], ...]
@@ -114,15 +116,15 @@ class Table(NamedTuple):
     keys_in_order: tuple[RowPiece, ...]
     """The same in the order of positions."""
     sent: tuple[int, ...]
-    """By rank: how many rows of keys go there; none to this rank itself."""
+    """By rank: number of rows of keys that go there; none to this rank itself."""
     received: tuple[int, ...]
-    """By rank: how many rows of keys come from there."""
+    """By rank: number of rows of keys that come from there."""
     islands: tuple[Island, ...]
     """The keys of parts that see others' keys, ascending and apart."""
     travels: bool
-    """Whether any rank needs keys of another one: the same on all ranks."""
+    """True if any rank needs keys of another one: the same on all ranks."""
     keeps: bool
-    """Whether fetched keys are few, and kept for the backward: the same on all ranks."""
+    """True if fetched keys are few, and kept for the backward: the same on all ranks."""
 
     @property
     def first(self) -> int:

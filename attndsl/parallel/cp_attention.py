@@ -79,7 +79,7 @@ class ShardedJob:
     plain: Mapping[str, Any]
     """Captures that are no tensors."""
     names: tuple[str, ...]
-    """Of captured tensors, in the order in which they are given."""
+    """Names of captured tensors, in the order in which they are given."""
     shares: Mapping[str, int]
     """Captured tensors of this rank's rows, and the dim that these lie along."""
     has_lse: bool
@@ -169,7 +169,7 @@ class _Saved(NamedTuple):
     """This rank's heads of the group's rows of q."""
     results: Sequence[torch.Tensor]
     islands: Sequence[torch.Tensor] | None
-    """Of :meth:`.eager_exchange.Fetch.end`, where the table keeps them; None to fetch them
+    """Result of :meth:`.eager_exchange.Fetch.end`, where the table keeps it; None to fetch
     again."""
 
 

@@ -49,7 +49,7 @@ class Shards:
     mesh: DeviceMesh
     q: _Placements
     kv: _Placements
-    """Those that k and v are brought to."""
+    """Placements that k and v are brought to."""
     sizes: Mapping[str, int]
     """``batch``, ``heads`` and ``kv_heads`` of the whole call."""
     b: range

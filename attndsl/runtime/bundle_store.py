@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 _PROGRAM = "program"
 _ATTEMPTS = 4
-"""Of an import, while others import the same bundle or remove it."""
+"""Attempts of an import, while others import the same bundle or remove it."""
 _IMPORTING = "importing-"
-"""What folders of imports begin with that are not done."""
+"""Prefix of the folders of unfinished imports."""
 
 
 class Imported(NamedTuple):

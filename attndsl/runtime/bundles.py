@@ -43,7 +43,7 @@ MAX_MANIFEST = 16 << 20
 MAX_FILE = 1 << 28
 """Bytes of any other file."""
 MAX_BYTES = 4 << 30
-"""Of all files together."""
+"""Bytes of all files together."""
 _MAX_TEXT = 200
 """Characters of a version."""
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,200}"
@@ -67,7 +67,7 @@ class Versions:
 
     attndsl: str
     fingerprint: str
-    """Of the sources of attndsl."""
+    """Fingerprint of attndsl's sources."""
     triton: str
     python: str
     """The suffix of Python's libraries, on which launchers depend."""

@@ -60,7 +60,7 @@ class SpecParts(NamedTuple):
     declared: dict[str, Declared]
     exact: bool
     variant: Variant
-    """Which of the text's programs."""
+    """The variant, which chooses one of the text's programs."""
 
 
 def read_spec(spec: str) -> SpecParts:

@@ -55,9 +55,9 @@ class Measurement:
     kernel: str
     config: str
     milliseconds: float | None
-    """Of the whole forward or backward call; None where the config does not fit the device."""
+    """Time of the whole forward or backward call; None where the config does not fit the device."""
     why: str = ""
-    """Why there is no time."""
+    """Reason why there is no time."""
     chosen: bool = False
 
     def __str__(self) -> str:

@@ -55,15 +55,16 @@ class PreparedStep(NamedTuple):
 
     backend: ReadsPages
     program: Program
-    """Whose captures a step has."""
+    """Program whose captures a step has."""
     terms: Terms
     call: Call
-    """One of them, checked, without its captures: nobody's tensors are kept alive."""
+    """Template of a call, checked, without its captures, so that no tensor is kept alive."""
     needs: ValueChecks
     made: tuple[tuple[str, str], ...]
-    """As of :class:`~attndsl.backends.paged_requests.Pages`."""
+    """Captures that follow from ``starts`` and ``lengths``; see ``made`` of
+    :class:`~attndsl.backends.paged_requests.Pages`."""
     chunked: Chunked | None
-    """What runs the requests with many queries, if these are not run as all others."""
+    """Calls of the requests with many queries, if these are not run as all others."""
     positions: str | None
     """Name of the capture that ``q_index`` is."""
     launches: dict[tuple[bool, ...], Launch] | None

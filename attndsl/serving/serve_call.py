@@ -53,7 +53,7 @@ class Serving(Compiled):
     _dims: tuple[str, ...]
     """Params that declared dims depend on."""
     _by_token: bool
-    """Whether the program speaks of tokens, or of their number."""
+    """True if the program reads ``token`` or ``tokens``."""
 
     def serve(
         self,
