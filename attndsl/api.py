@@ -1,4 +1,4 @@
-"""The public face: ``compile``, ``load``, ``verify`` and ``Attention``."""
+"""The public functions ``compile``, ``load`` and ``verify``, which make and check programs."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def compile(  # noqa: A001
 
 
 def _no_program(given: object) -> ArgumentError:
-    """The error of what is given in place of a program's text."""
+    """Error for a value passed in place of a program's text."""
     what, hint = f"a {type(given).__name__}", "pass the program's text"
     if isinstance(given, FunctionType):
         hint = "attndsl.trace(function) makes a program of a score_mod or mask_mod"

@@ -1,4 +1,4 @@
-"""The kernels of programs for a GPU that is not there, compiled side by side.
+"""Parallel compilation of kernels for a GPU that this machine does not have.
 
 Calls run up to their launches, which do nothing: so they find their kernels in the way in which
 they find them on the GPU. What they compute means nothing.

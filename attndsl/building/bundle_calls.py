@@ -1,4 +1,4 @@
-"""Calls that a bundle is made for; each of them is made as the first one of a process would be.
+"""Example calls of a bundle, each made as the first call of a process would be.
 
 A kernel depends on more than the program: on dtypes, head dims, alignment, kinds of positions,
 gradients, and where families differ on lengths. So a bundle is made by calls, each of which gets
@@ -109,7 +109,7 @@ def examples(attention: Attention, asked: CallGrid) -> Iterator[ExampleCall]:
 
 
 def _lengths(asked: CallGrid, dim: int) -> tuple[tuple[int, int], ...]:
-    """Lengths that are asked for, and others for which Hopper's kernels have other tiles."""
+    """Requested lengths, and others for which Hopper's kernels have other tiles."""
     found = dict.fromkeys(asked.lengths)
     for rows, keys in asked.lengths:
         known = _UNALIGNED if rows % 16 else _ALIGNED
@@ -124,7 +124,7 @@ def _lengths(asked: CallGrid, dim: int) -> tuple[tuple[int, int], ...]:
 def _operands(
     asked: CallGrid, dtype: torch.dtype, dim: int, heads: tuple[int, int], lengths: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v, whose elements nobody reads."""
+    """q, k and v, whose elements are never read."""
     own, shared = heads
     rows, keys = lengths
     value = asked.value_dim or dim
@@ -194,7 +194,7 @@ def float_names(program: Program) -> tuple[str, ...]:
 def _captures(
     program: Program, asked: CallGrid, q: torch.Tensor, k: torch.Tensor
 ) -> dict[str, Any]:
-    """Values of the program's captures, of the dtypes that are asked for."""
+    """Values of the program's captures, in the requested dtypes."""
     sizes = {
         "batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "q_len": q.shape[2],
         "kv_len": k.shape[2], "head_dim": q.shape[3], **asked.dims,

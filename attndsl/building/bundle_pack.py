@@ -1,4 +1,4 @@
-"""From what a build has compiled to a bundle: a folder whose files are all named by digests."""
+"""Packing of a build's kernels into a bundle: a folder whose files are all named by digests."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class _BundleWriter:
         return sum(file["bytes"] for file in self.files.values())
 
     def add(self, name: str, content: bytes) -> str:
-        """Write a file, unless it is there. Whoever reads a bundle, no others may write to it."""
+        """Write a file that all may read and only the owner may write to, unless it is there."""
         if name not in self.files:
             path = self.folder
             for part in name.split("/")[:-1]:

@@ -83,7 +83,7 @@ def autocast_dtype(dtype: torch.dtype, kind: str) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Within this block operations on ``device`` are in the dtypes of their operands."""
+    """Context in which operations on ``device`` are in the dtypes of their operands."""
     known = device.type in _AUTOCASTS  # Not so ``meta``.
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
@@ -110,7 +110,7 @@ def scale_of(scale: Any) -> float:
 
 
 def check_scale(scale: object) -> None:
-    """Refuse what is no factor."""
+    """Refuse a scale that is not a number."""
     fits = scale is None or isinstance(scale, Real | torch.SymInt | torch.SymFloat)
     if not fits and (isinstance(scale, torch.Tensor) or as_number(scale) is None):
         raise ArgumentError(

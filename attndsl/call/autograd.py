@@ -131,7 +131,7 @@ def attend_bound(bound: BoundCall, tensors: Tensors, return_lse: bool) -> Any:
 
 
 def _is_usual(tensors: Tensors) -> bool:
-    """Return True if torch does not listen, and memory is aligned and holds what is meant.
+    """Return True if no listener of torch is on, and tensors are aligned and not lazily negated.
 
     Listeners are profiles, modes, transforms and torch's ``context_parallel``.
     """
@@ -149,7 +149,7 @@ def _is_usual(tensors: Tensors) -> bool:
 
 
 def without_neg(call: Call) -> Call:
-    """``call`` without tensors whose signs torch has yet to change: kernels read what is stored."""
+    """``call`` with lazy negations of its tensors resolved: kernels read the stored values."""
     if not (
         call.q.is_neg() or call.k.is_neg() or call.v.is_neg()
         or (call.tensors and any(x.is_neg() for x in call.tensors.values()))
@@ -237,7 +237,7 @@ class _Attend(torch.autograd.Function):
 def _is_like(
     bound: BoundCall, saved: Tensors, grad_out: torch.Tensor, grad_lse: torch.Tensor | None
 ) -> bool:
-    """Return True if a backward is like those that are bound, and nobody differentiates it."""
+    """Return True if a backward is like those that are bound, and is not differentiated itself."""
     given = (*saved, grad_out) if grad_lse is None else (*saved, grad_out, grad_lse)
     return (
         not torch.is_grad_enabled() and grad_out.dtype is saved[0].dtype

@@ -1,4 +1,4 @@
-"""Warnings about programs and calls that are correct and hardly meant so.
+"""Warnings about valid but probably unintended programs and calls.
 
 Python's ``warnings`` prints each of them once for a place in the caller's code.
 
@@ -50,7 +50,7 @@ def _level() -> int:
 def doubts_of_call(
     program: Program, call: Call, said: Mapping[str, object]
 ) -> Iterator[ProgramWarning]:  # fmt: skip
-    """Warnings about arguments that a caller can hardly mean.
+    """Warnings about arguments that are probably unintended.
 
     Args:
         program: What is called.

@@ -1,4 +1,4 @@
-"""Functions that keep their arguments alone, and compute everything else again to differentiate.
+"""Gradient checkpointing: functions that save their arguments alone and recompute the rest.
 
 A derivative of such a function is one again, so that a sum over many of them, one after the other,
 takes the memory of one for derivatives of any order and mode, and under ``torch.func`` transforms.

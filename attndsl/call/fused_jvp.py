@@ -1,8 +1,8 @@
-"""Tangents that are known before a call's results are, for kernels that make both at once.
+"""Results and tangents of a call made by one kernel in forward mode.
 
-Torch asks a function for its results first, and then for their tangents. In forward mode inputs
-carry their own from the beginning. What comes of them is kept for when torch asks, and given to
-whoever asks with the very same tensors; others have theirs computed as ever.
+Torch asks a function for its results first, and then for their tangents. In forward mode the inputs
+carry their tangents from the beginning, so one kernel makes both. The tangents are kept until torch
+asks for them with the very same tensors; for other tensors they are computed as usual.
 """
 
 from __future__ import annotations

@@ -78,10 +78,10 @@ class OpArguments(NamedTuple):
 
 
 class AskedGradients(NamedTuple):
-    """Gradients that the operator of gradients is asked for, and their form."""
+    """Gradients requested of the operator of gradients, and their form."""
 
     wants: Sequence[bool]
-    """For q, k, v, captured tensors and params that are tensors."""
+    """True for each wanted gradient of q, k, v, captured tensors and params that are tensors."""
     wide: bool = False
     """True if dQ, dK and dV are in fp32."""
     partial: bool = False
@@ -188,7 +188,7 @@ def of_gradients(
 def parts_of_gradients(
     tensors: list[torch.Tensor], what: str
 ) -> tuple[list[torch.Tensor], AskedGradients, list[torch.Tensor], str]:
-    """The results, what is asked of gradients, and the call's tensors and ``what``."""
+    """The results, the requested gradients, and the call's tensors and ``what``."""
     asked, rest = asked_of(what)
     return tensors[: asked.results], asked, tensors[asked.results :], rest
 

@@ -236,7 +236,7 @@ def _differentiable(name: str, kernel: Callable[..., Any], function: Any) -> Cal
 
 
 def _forward_flops(*args: Any, **rest: Any) -> int:
-    """Two products over all pairs, as torch counts its own attention, less what is left out."""
+    """FLOPs of two products over the live tiles, counted as torch counts its own attention."""
     given = unpacked(*args)
     return _flops_of_products(given, given.q.shape[3] + given.v.shape[3])
 

@@ -1,4 +1,4 @@
-"""The content of a configuration, the same to its readers whatever it was written in.
+"""The content of a configuration, independent of its format: YAML, TOML, JSON or a mapping.
 
 A document is a tree of mappings, lists, texts and numbers. Its values are those of its parser; only
 the document itself looks into them.
@@ -50,7 +50,7 @@ class DocumentMapping(list[tuple[str, Any]]):
 
 
 class Unusable(NamedTuple):
-    """Stands for a value that no program can use, and says why once somebody reads it."""
+    """A value that no program can use, with the error to raise once it is read."""
 
     message: str
     hint: str | None = None

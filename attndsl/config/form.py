@@ -70,7 +70,7 @@ def read_entries(document: Document, place: DocumentPlace) -> list[ConfigEntry]:
 def read_right_entries(
     document: Document, place: DocumentPlace
 ) -> tuple[list[ConfigEntry], list[AttnDSLError]]:
-    """The programs at ``place`` that are of the form, and what is wrong with the other entries.
+    """The programs at ``place`` that are of the form, and the errors of the other entries.
 
     Raises:
         ConfigError: Nothing there is of the form, or there is too much.
@@ -110,7 +110,7 @@ def _refuse_one_program(document: Document, items: list[Item], where: str) -> No
 
 
 class _FormReader:
-    """Goes through entries, and keeps what is wrong with them."""
+    """Reader of entries, which collects their errors."""
 
     def __init__(self, document: Document, parts: tuple[str, ...]) -> None:
         self.document = document
@@ -125,7 +125,7 @@ class _FormReader:
         return len(self.errors) >= MAX_ERRORS
 
     def take(self, item: Item) -> None:
-        """Keep an entry, or what is wrong with it."""
+        """Keep an entry, or its error."""
         before = len(self.errors)
         try:
             entry = self._entry(item)

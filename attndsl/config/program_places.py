@@ -55,7 +55,7 @@ def holds_programs(document: Document, place: DocumentPlace) -> bool:
 
 
 def surely_holds_programs(document: Document, place: DocumentPlace) -> bool:
-    """Return True if the mapping at ``place`` can hardly be of other software, right or wrong.
+    """Return True if the mapping at ``place`` is almost surely not of other software.
 
     It has programs under ``program``, or all its entries are texts that look like programs.
     """

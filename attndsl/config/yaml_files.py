@@ -102,7 +102,7 @@ class YamlDocument(Document):
         self._merges = 0
 
     def items(self, value: Any) -> list[Item] | None:
-        """The items, with those that merge keys bring first; a name's own item comes before these.
+        """The items, those of merge keys first; a name's own item overrides that of a merge key.
 
         Raises:
             ConfigError: A merge key does not name mappings, or brings too many.

@@ -1,4 +1,4 @@
-"""Problems of a file: errors, and text that hardly means what it says, at their places in the file.
+"""Problems of a file at their places: errors, and warnings about probably unintended text.
 
 Non-goals: what calls get wrong; programs of files other than the one that is open.
 """
@@ -40,9 +40,9 @@ class Level(Enum):
 
     ERROR = "error"
     WARNING = "warning"
-    """The program is correct, and hardly means this."""
+    """The program is valid but probably unintended."""
     REMARK = "remark"
-    """About the check itself."""
+    """A remark about the check itself."""
 
 
 class FileProblem(NamedTuple):
@@ -51,7 +51,7 @@ class FileProblem(NamedTuple):
     start: int
     end: int
     message: str
-    """With the hint in a line of its own."""
+    """The message, with the hint on a line of its own."""
     kind: str
     """Name of the error's class."""
     elsewhere: Span | None = None

@@ -199,7 +199,7 @@ def _at_home(source: Source) -> Source:
 
 
 def _literals(text: str, suffix: str) -> Iterator[tuple[int, int, str]]:
-    """The strings of a JSON or TOML text: where they stand, and what they say."""
+    """Place and value of each string in a JSON or TOML text."""
     is_json = suffix == ".json"
     for found in (_JSON_TEXT if is_json else _TOML_TEXT).finditer(text):
         written = found[1]

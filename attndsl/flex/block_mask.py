@@ -261,7 +261,7 @@ def _create(
 
 
 def _may_search(device: torch.device, captures: Iterable[Any]) -> bool:
-    """Tell whether values, of captures and of what is made of them, may be looked at for blocks."""
+    """Return True if blocks may be found by evaluating the mask on the values of captures."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
     made = torch.empty(0, device=device)

@@ -90,7 +90,7 @@ _UNSEEN = frozenset(
 
 
 def is_unchanging(value: object) -> bool:
-    """Tell whether ``value`` is a library's function, type or module of those that are known."""
+    """Return True if ``value`` is a known library's function, type or module."""
     return id(value) in _UNCHANGING
 
 

@@ -1,4 +1,4 @@
-"""Traces by what their functions reach, so that a call with other tensors traces nothing.
+"""Cache of traces, keyed by the closure of a function but for the values of its tensors.
 
 A number in a closure is a constant of the program at first, which is what masks are analysed best
 with. Once it has had more than a few values it becomes a run-time param, if the function can be

@@ -87,7 +87,7 @@ class Inliner:
         self._frames: list[dict[str, Value | None]] = []
 
     def node(self, expr: s.Expr, what: str = "what stands here") -> Node | None:
-        """The IR of ``expr``, or None where it has errors, such as reading what is absent."""
+        """The IR of ``expr``, or None where it has errors, such as reading an absent name."""
         part = self.part(expr)
         if not absent_names.lacks(part):
             return part  # type: ignore[return-value]

@@ -269,7 +269,7 @@ def _fresh(name: str, number: int, everywhere: Collection[str]) -> str:
 
 
 Edit = tuple[int, int, str]
-"""From where, to where, and what is to stand there."""
+"""Start, end and new text of a range."""
 
 
 def _declaration(program: _RenamedProgram, name: str) -> str:

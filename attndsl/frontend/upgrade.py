@@ -1,4 +1,4 @@
-"""Texts of version 0.1 as texts of today: calls that read the score are told of it.
+"""Upgrade of texts of version 0.1: calls that read the score get it as an argument.
 
 Nothing else of a text changes, so comments and layout stay, and a text of today is left alone.
 """

@@ -187,7 +187,7 @@ def _cost(
     tiles: TileCounts | None,
     refusal: str,
 ) -> list[str]:
-    """Lines on live tiles at these lengths and their cost, or the reason why nobody counts them.
+    """Lines on live tiles at these lengths and their cost, or the reason why these are unknown.
 
     Work counts two matrix products a visited tile forward, five backward in one pass and seven in
     two, of 2 * block_m * block_n * head_dim operations each.

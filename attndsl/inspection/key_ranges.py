@@ -1,4 +1,4 @@
-"""Keys that the rows of each tile of queries can see, and number of live tiles: never a map.
+"""Ranges of keys that each tile of queries can see, and numbers of live tiles, without a map.
 
 Where the mask has a closed form, so has this: memory is that of the rows of tiles. Otherwise some
 rows of tiles are looked at together. What is found is sound: no key that a row sees is left out.

@@ -1,4 +1,4 @@
-"""Keys that later queries can still see, for whoever manages a cache of keys."""
+"""Keys that later queries can still see, for managers of KV caches."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _told(keys: range) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RetentionQuery:
-    """A request whose keys are asked about."""
+    """A question for the keys that later queries may see."""
 
     next_q: int
     """Logical position of the next query."""

@@ -47,7 +47,7 @@ element may also be off by this many times the dtype's precision, n by n ** -0.5
 _FLOOR = 16 * torch.finfo(torch.float32).eps
 """Rounding of sums in fp32, exact in the reference by chance; of results of size 1."""
 _FLOOR_64 = 1024 * torch.finfo(torch.float64).eps
-"""The same in fp64, where the reference tells nothing of its own errors."""
+"""The same in fp64, where the reference gives no error of its own."""
 _HEADS = (
     "result", "shape", "max error", "of allowed", "relative", "reference", "mean error",
     "allowed mean",

@@ -233,7 +233,7 @@ def _cut(demand: Demand, run: Run, own: Sequence[Run], call: float) -> list[Run]
 
 
 def _whole(own: Sequence[Run], wanted: Run) -> Run:
-    """``wanted``, or the only run of ``own`` if that holds all of it and hardly more.
+    """``wanted``, or the only run of ``own`` if that holds all of it and little more.
 
     Gradients of all keys of a rank become its result as they are. Those of most of them are copied.
     """

@@ -501,7 +501,7 @@ class ContextParallel:
             )
 
     def refuse(self, attention: ShardedProgram, problem: Exception) -> NoReturn:
-        """Raise what is wrong with a call, and tell the ranks that plan such a call now.
+        """Raise the error of a call, and tell the ranks that plan such a call now.
 
         Raises:
             Exception: ``problem``.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FEW = 4
-"""Calls of one row in this many, or of fewer, are asked of a second stream."""
+"""Calls that wait for keys get a second stream if they have at most 1 row in this many."""
 
 
 class ShardedProgram(Protocol):
@@ -227,7 +227,7 @@ def _results(
 def _put_together(
     job: ShardedJob, q: torch.Tensor, fetch: Fetch, captured: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Results of the group's rows, each part at its place; those that wait for nobody come first.
+    """Results of the group's rows, each part at its place; parts that wait for no keys come first.
 
     A single part makes what its caller gets.
     """

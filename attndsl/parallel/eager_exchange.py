@@ -155,7 +155,7 @@ class Fetch:
         return [x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=dtype) for x in self._own]
 
     def _filled(self, island: Island, arrived: dict[int, Pair]) -> Pair:
-        """The keys of an island. Where no row sees a key, and nobody sent it, there are zeros."""
+        """The keys of an island, with zeros where no row sees a key and no rank sent it."""
         first, stop = island.keys
         found = [x.new_empty((*x.shape[:2], stop - first, x.shape[3])) for x in self._units]
         filled, copies = first, _Copies()
@@ -183,7 +183,7 @@ class FetchedGradients:
         self._trip: _Trip | None = None
 
     def add(self, part: RowRun, pair: Sequence[torch.Tensor]) -> None:
-        """Take the gradients of the keys and values of ``part``, which nobody else needs."""
+        """Take the gradients of the keys and values of ``part``, which no other part needs."""
         for some, grad in zip(self._grads, pair, strict=True):
             some.append((part.keys, grad))
 

@@ -1,4 +1,4 @@
-"""The result of all passes."""
+"""The lowered program, which is the result of all passes and the input of backends."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ class Contractions:
     other's plus ``row``. None where they do not only add."""
     terms: tuple[DotTerm, ...] = ()
     row: Node | None = None
-    """FLOAT; what is added to whole rows, which a softmax does not see."""
+    """FLOAT; the part of the score that is added to whole rows, which a softmax does not see."""
     why_not: str = ""
     """Reason why there is no such program."""

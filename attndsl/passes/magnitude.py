@@ -43,12 +43,12 @@ def magnitude(root: Node) -> float:
 def intervals(
     roots: tuple[Node, ...], ints: Mapping[Node, Range] = MappingProxyType({}), slack: float = 0.0
 ) -> dict[Node, Interval]:
-    """The interval of every node below ``roots``; the real line for what is not FLOAT.
+    """The interval of every node below ``roots``; the real line for nodes that are not FLOAT.
 
     Args:
         roots: Expressions.
         ints: The ranges of INT nodes; nothing is known of others.
-        slack: What each operation may err by, relative to the largest end of its operands and of
+        slack: Largest error of each operation, relative to the largest end of its operands and of
             its result.
     """
     found: dict[Node, Interval] = {}

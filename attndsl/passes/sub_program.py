@@ -173,7 +173,7 @@ _OTHER_NAMES = {TOKENS: "packed_tokens"}
 
 
 class _FreshNames(dict[str, str]):
-    """Names that a program does not have, made when they are asked for."""
+    """Names that a program does not have, made at their first lookup."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()

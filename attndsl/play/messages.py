@@ -124,7 +124,7 @@ BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Choice of the kernel whose text is asked for."""
+    """Choice of the kernel whose text is shown."""
 
     direction: KernelDirection = KernelDirection.FORWARD
     family: KernelFamily = KernelFamily.TRITON

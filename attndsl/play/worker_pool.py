@@ -35,7 +35,7 @@ _MOST_LINE = 2 * MOST_ANSWER
 
 @dataclass(slots=True)
 class _Running:
-    """One process that runs, and what is known of it alone."""
+    """One running process and its state."""
 
     process: asyncio.subprocess.Process
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -210,7 +210,7 @@ class Helper:
 
 @dataclass(frozen=True, slots=True)
 class Helpers:
-    """A process for what is shown while people type, and another for what may take longer."""
+    """One process for quick answers while people type, and another for slow ones."""
 
     by_kind: Mapping[RequestKind, Helper]
 

@@ -82,7 +82,7 @@ class Versions:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A bundle, opened: what it says of itself has been checked, its files not yet."""
+    """An opened bundle: its manifest has been checked, its files not yet."""
 
     folder: Path
     digest: str
@@ -173,7 +173,7 @@ class Bundle:
             return _held(file, name, folder.read(name, file.bytes))
 
     def content(self, name: str) -> bytes:
-        """The content of a file, whoever may write to it afterwards.
+        """The content of a file, read into memory and checked against its digest.
 
         Raises:
             ConfigError, OSError, ValueError: The bundle has no such file, or not as it was built.
@@ -187,7 +187,7 @@ class Bundle:
         return self.files[name]
 
     def entries(self) -> list[EntryInfo]:
-        """All entries, as listings show them; those that are not as they were built as damaged."""
+        """All entries, as listings show them; an entry that differs from its build is damaged."""
         found = []
         for key in self.keys():
             names = (f"entries/{key}.py", f"entries/{key}.json")

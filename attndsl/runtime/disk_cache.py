@@ -362,7 +362,7 @@ def _described(folder: OwnedFolder, key: str, files: _Files) -> tuple[str, int, 
 
 
 def described_entry(meta: Mapping[str, object]) -> tuple[str, About]:
-    """The kind of an entry, and what it says of itself."""
+    """The kind of an entry, and its description."""
     kind = meta.get("kind", "kernel")
     shown = kind if isinstance(kind, str) and len(kind) <= _MOST_OF_KIND else "kernel"
     return shown, _about(meta.get("about"))

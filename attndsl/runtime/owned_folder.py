@@ -196,7 +196,7 @@ class OwnedFolder:
 
 
 def open_folder(path: Path, make: bool = False, of_root: bool = False) -> OwnedFolder:
-    """The folder at ``path``, which is closed by whoever asks for it.
+    """Open the folder at ``path``; the caller closes it.
 
     Args:
         path: Where it is.

@@ -148,7 +148,7 @@ def point_into(error: AttnDSLError, source: Source) -> None:
 
 @contextmanager
 def pointing_into(source: Source) -> Iterator[None]:
-    """Within this block errors point into ``source``; see :func:`point_into`."""
+    """Context in which errors point into ``source``; see :func:`point_into`."""
     try:
         yield
     except AttnDSLError as error:
@@ -166,7 +166,7 @@ def lowered_program(spec: str) -> Lowered:
 
 
 def warnings_at(spec: str, source: Source) -> list[ProgramWarning]:
-    """Warnings of what the program of ``spec`` says and hardly can mean.
+    """Warnings about probably unintended text in the program of ``spec``.
 
     Args:
         spec: A program without errors.

@@ -49,7 +49,7 @@ _FIELDS = 5
 _MOST_BYTES = 1 << 28
 """The most bytes of the keys that one call copies, unless one request has more."""
 _TILE = 128
-"""Rows and keys of a tile, where a program is asked whether formulas tell its tiles."""
+"""Rows and keys of the tile for which :func:`has_formulas` plans a loop."""
 
 
 class Chunked(NamedTuple):

@@ -1,4 +1,4 @@
-"""State that steps of one signature share, so that a repeated step is checked and bound once.
+"""Cache of prepared steps by signature, so that a repeated step is checked and bound once.
 
 A signature has all that the outcome depends on beside values that kernels read: shapes, strides,
 dtypes, kinds of captures and scales, capacities, and what numbers of the call stand for themselves.
@@ -222,7 +222,7 @@ def signature_of(
 def signature_of_requests(
     step: ServeStep, tokens: int, by_token: bool
 ) -> tuple[object, ...] | None:
-    """The part of a step's signature that its layers share, which q and pages say nothing of.
+    """The part of a step's signature that its layers share: table, lengths, starts and limits.
 
     Args:
         step: Its inputs; ``cache`` is a cache.

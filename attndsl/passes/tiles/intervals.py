@@ -1,4 +1,4 @@
-"""A mask over a box of pairs, in three-valued logic: may it hold somewhere, must it everywhere.
+"""Interval arithmetic of a mask over a tile: may it hold somewhere, must it hold everywhere.
 
 Interval arithmetic turns the mask into two BOOL expressions over the bounds of ``q`` and ``kv`` in
 a tile, and over the least and the greatest value that an expression of ``q`` alone (or of ``kv``

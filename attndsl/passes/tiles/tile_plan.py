@@ -25,9 +25,9 @@ TILES = param("$tiles", DType.INT)
 WHOLE = param("$whole", DType.INT)
 """Number of tiles along the loop that FULL may name: those that need no bound checks."""
 OWN = param("$own", DType.INT)
-"""Index of the tile that asks, among those that ``LoopPlan.visitors`` names."""
+"""Index of the owning tile, among those that ``LoopPlan.visitors`` names."""
 EMPTY, PARTIAL, FULL = 0, 1, 2
-"""Kinds of tiles, as arrays of kinds hold them."""
+"""Kinds of tiles, as arrays store them."""
 
 
 @dataclass(frozen=True, slots=True)
