@@ -151,7 +151,7 @@ _intern_lock = threading.Lock()
 
 
 def _begin_anew() -> None:
-    """In a forked process, which lacks the thread that may have held the lock."""
+    """Make the lock anew in a forked process, which lacks the thread that may have held it."""
     global _intern_lock
     _intern_lock = threading.Lock()
 

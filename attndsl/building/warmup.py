@@ -31,7 +31,7 @@ class Warmed(NamedTuple):
 
     name: str
     seconds: float
-    """From when it began. Programs share processors, so these do not add up."""
+    """Seconds since it began. Programs share processors, so these do not add up."""
     error: AttnDSLError | None
 
 

@@ -100,7 +100,8 @@ class BoundCall:
         self.forward = backend.bound_forward(lowered, call)
         self.precision = matmul_precision() if call.q.dtype is torch.float32 else None
         self.backwards: dict[object, BoundBackward] = {}
-        """By wanted gradients, strides of the output's gradient, and whether lse has one."""
+        """Bound backwards by wanted gradients, strides of the output's gradient, and presence of
+        lse's."""
         self.strides: list[tuple[int, ...]] | None = None
         """Strides of what a backward gets: tensors, output, log-sum-exp. The first call tells."""
 

@@ -28,7 +28,7 @@ _unwrapped = torch._C._functorch.get_unwrapped
 
 
 def tangents_of(inputs: Tensors) -> dict[int, torch.Tensor]:
-    """By place: the tangents of ``inputs``, of the innermost level that they have one at.
+    """Tangents of ``inputs`` by place, each of the innermost level that has one.
 
     Empty where there is none, or one transform is within another, as with ``vmap`` of tangents.
     """

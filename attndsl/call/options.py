@@ -124,7 +124,7 @@ def options_in(given: Mapping[str, Any]) -> tuple[CallOptions, Location]:
 
 
 def taken(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Takes those of ``names`` out of ``arguments``; None stands for the default."""
+    """Take the options ``names`` out of ``arguments``; None stands for the default."""
     found = {name: arguments.pop(name) for name in names if name in arguments}
     return {name: x for name, x in found.items() if x is not None}
 

@@ -229,7 +229,7 @@ class Terms:
     """Sides among ``q`` and ``kv`` whose positions the program makes of rows itself."""
     draws: Draws | None
     by_offset: tuple[bool, bool]
-    """For queries and for keys: True if dropout counts them from the call's offset on."""
+    """Flags for queries and for keys: True if dropout counts them from the call's offset on."""
 
     def applied(self, call: Call) -> Call:
         """``call``, a checked one of the program as it was, as one of the program as it is."""

@@ -45,7 +45,7 @@ class _File:
     found: Found | None
     """The programs of a configuration."""
     edits: dict[Edit, None] = field(default_factory=dict)
-    """In the order of the text; an alias of YAML is the program that it names."""
+    """Edits in the order of the text; an alias of YAML is the program that it names."""
 
 
 def upgrade_files(arguments: Sequence[str], check: bool, diff: bool) -> int:

@@ -84,7 +84,7 @@ class Timing:
     """Median milliseconds."""
     tflops: float
     live_gbs: float | None = None
-    """For calls that decode: gigabytes a second of q, the output, and the keys and values that some
+    """Gigabytes a second of a call that decodes: q, the output, and the keys and values that some
     query sees."""
 
 

@@ -28,7 +28,7 @@ class Item(NamedTuple):
     """A name of a mapping, and what it names."""
 
     name: str | None
-    """None for a key that is no text."""
+    """The key; None for a key that is no text."""
     value: Any
     """The value that the name has in the document."""
     span: Span | None = None

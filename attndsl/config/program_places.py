@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _LIKE_PROGRAM = re.compile(
     r"\bkv\b|^\s*\w+\(|\b(?:q|score)\s*[-+*/%<>=!]|\b(?:mask|weights|sink)\s*="
 )
-"""Finds what texts of programs contain, and few others."""
+"""Pattern that texts of programs contain, and few others."""
 _SPEAKS_OF_PROGRAMS = re.compile(r"\bprogram\b[\"']?\s*[:=]|\bkv\b")
-"""Finds the same in a file that cannot be parsed."""
+"""Pattern that a file with programs contains, for files that cannot be parsed."""
 _LIKENESS = 0.8
 _MAX_DEPTH = 8
 """The most keys on the path of a place that is looked for."""

@@ -59,7 +59,7 @@ def read_yaml(text: str, name: str, all_programs: bool) -> YamlDocument:
 
 
 class _Composer(yaml.SafeLoader):
-    """Makes nodes, and refuses too many and too deep ones before they are there."""
+    """Composer of nodes that refuses too many and too deep ones before it makes them."""
 
     def __init__(self, source: Source, all_programs: bool) -> None:
         super().__init__(source.text)

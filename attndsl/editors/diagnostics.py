@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from .embedded_programs import EmbeddedProgram
 
 MOST_SECONDS = 2.0
-"""For all programs of a file; those after that are left for the command line."""
+"""Time for all programs of a file; those after that are left for the command line."""
 _MOST = 500
 """Errors of a file."""
 _COLUMN = 80
 _BOUND = "<param> "
-"""Before the names of params that a configuration binds, in place of the names of files."""
+"""Prefix of the names of params that a configuration binds, in place of the names of files."""
 
 
 class Level(Enum):

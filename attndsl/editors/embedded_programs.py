@@ -213,7 +213,7 @@ def _literals(text: str, suffix: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _align(text: str, whole: str, start: int, end: int) -> tuple[int, ...]:
-    """For each character of ``text``, and for its end, where ``whole[start:end]`` writes it.
+    """Offset in ``whole`` of each character of ``text`` and of its end, within ``start:end``.
 
     Quotes, indentation, line ends that a folded text has as blanks, and escapes are passed over.
     Where a character is not found, it and those after it are said to be where the search ended.

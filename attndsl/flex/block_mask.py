@@ -55,7 +55,7 @@ class BlockMask(TorchBlockMask):
     by_mask: bool = False
     """True if the blocks were derived from ``mask_mod``, and neither has changed since."""
     varies: tuple[bool, bool] = (True, True)
-    """For batch entries and for heads: True if the mask varies with them."""
+    """Flags for batch entries and for heads: True if the mask varies with them."""
     tiles: TileMap | None = None
     """The blocks as calls of :class:`attndsl.Attention` take them, where they have use for them."""
 

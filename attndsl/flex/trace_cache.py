@@ -39,7 +39,7 @@ Source = tuple[str, str, object]
 @dataclass(frozen=True, slots=True)
 class _Stored:
     trace: Trace
-    """Without captures."""
+    """The trace without captures."""
     sources: tuple[Source, ...]
 
     def bound(self, found: ClosureReach) -> Trace:

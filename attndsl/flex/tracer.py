@@ -1,4 +1,4 @@
-"""Runs a user's function on traced values, and takes in what it captures.
+"""Tracer: runs a user's function on traced values, and collects its captured tensors.
 
 While it runs, a ``TorchFunctionMode`` sees every torch function, so that ``table[h]`` of a real
 tensor and a traced index comes here too. What has no traced operand is computed as it stands: a

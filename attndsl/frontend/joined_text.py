@@ -55,7 +55,7 @@ class Joined:
     text: str
     """All of it: nothing need be declared beside it."""
     names: tuple[Mapping[str, str], ...]
-    """For each program: what its params and tensors are called here."""
+    """New names of each program's params and tensors."""
 
 
 def join_texts(parts: Sequence[JoinPart], share: Collection[str]) -> Joined:
@@ -106,7 +106,7 @@ class _RenamedProgram:
     """Number of the program in errors, from 1."""
     part: JoinPart
     source: Source
-    """With all declarations in its text, but for params with a value."""
+    """The text with all its declarations, except for params with a value."""
     tree: s.Tree
     spans: Sequence[Span]
     """Spans of its statements."""

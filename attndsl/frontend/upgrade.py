@@ -20,7 +20,7 @@ class Upgrade(NamedTuple):
     """The insertions that make a program one of today."""
 
     insertions: tuple[Insertion, ...]
-    """In its own text and in those of files that it imports."""
+    """Insertions in its own text and in those of files that it imports."""
     sources: tuple[Source, ...]
     """These texts, those without insertions too."""
 

@@ -27,7 +27,7 @@ class Kind(enum.Enum):
 
     COMMENT = "comment"
     FILE = "file"
-    """In quotes, in an import."""
+    """A file name in quotes, in an import."""
     NUMBER = "number"
     DECLARATION = "declaration"
     """A word that a statement begins with."""
@@ -42,7 +42,7 @@ class Kind(enum.Enum):
     FUNCTION = "function"
     PRELUDE = "prelude"
     NAME = "name"
-    """Any other."""
+    """Any other name."""
     SYMBOL = "symbol"
     OTHER = "other"
     """A character that is no part of the language."""

@@ -67,7 +67,7 @@ class Retained:
         return tuple((~pages).nonzero().flatten().tolist())
 
     def __str__(self) -> str:
-        """For people: ``keys 0 to 3 and 976 to 999, 28 of 1000``."""
+        """Text for people, such as ``keys 0 to 3 and 976 to 999, 28 of 1000``."""
         told = [_told(each) for each in self.ranges[:_SHOWN]]
         if len(self.ranges) > _SHOWN:
             told.append(f"{len(self.ranges) - _SHOWN} more ranges")

@@ -170,7 +170,7 @@ class Case:
     lse: bool = False
     """True to compare the log-sum-exp."""
     grad_out: torch.Tensor | None = None
-    """None where no gradients are compared."""
+    """Gradient of the output; None where no gradients are compared."""
     grad_lse: torch.Tensor | None = None
 
 
@@ -485,7 +485,7 @@ class _Held(NamedTuple):
 
     found: torch.Tensor
     usual: torch.Tensor
-    """By the reference in the same dtype."""
+    """The result of the reference in the same dtype."""
     exact: torch.Tensor
     rounding: torch.Tensor | None
     """The effect of rounding the output."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .comm_plan import Run, Table
 
 ALL = -1
-"""In place of a part of the heads: all of them."""
+"""All heads, in place of a part of them."""
 Parcel = tuple[int, "tuple[Run, ...]"]
 """A part of the heads, and rows."""
 

@@ -106,19 +106,19 @@ class Table(NamedTuple):
     parts: tuple[RowRun, ...]
     """The group's rows."""
     places: tuple[tuple[Run, ...], ...]
-    """By rank of the group: places of its rows among the group's."""
+    """Places of each group rank's rows among the group's rows."""
     rows_in_order: tuple[RowPiece, ...]
     """The same in the order of rows."""
     sends: tuple[tuple[Run, ...], ...]
-    """By rank: which of this rank's rows it reads keys of."""
+    """Rows of this rank whose keys each rank reads."""
     reads: tuple[tuple[Run, ...], ...]
-    """By rank: positions of its keys that this rank reads."""
+    """Positions of each rank's keys that this rank reads."""
     keys_in_order: tuple[RowPiece, ...]
     """The same in the order of positions."""
     sent: tuple[int, ...]
-    """By rank: number of rows of keys that go there; none to this rank itself."""
+    """Number of rows of keys that go to each rank; none to this rank itself."""
     received: tuple[int, ...]
-    """By rank: number of rows of keys that come from there."""
+    """Number of rows of keys that come from each rank."""
     islands: tuple[Island, ...]
     """The keys of parts that see others' keys, ascending and apart."""
     travels: bool
@@ -156,7 +156,7 @@ class Figures:
     buffer: int
     """Bytes of the largest buffer of keys and values, and of their gradients in fp32."""
     seconds: float
-    """By the model of :mod:`.plan_costs`, of the slowest rank."""
+    """Seconds of the slowest rank by the model of :mod:`.plan_costs`."""
 
 
 def groups_for(ranks: int, heads: int, kv_heads: int) -> tuple[int, ...]:
@@ -268,7 +268,7 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
 
 
 def _of_others(runs: Sequence[Sequence[Run]], rank: int) -> tuple[int, ...]:
-    """By rank: how many rows; none of ``rank`` itself."""
+    """Number of rows for each rank; none of ``rank`` itself."""
     return tuple(
         0 if number == rank else sum(stop - start for start, stop in some)
         for number, some in enumerate(runs)
@@ -291,7 +291,7 @@ def _pieces_within(
 def _reads(
     layout: Layout, demand: Demand, rank: int, group: int
 ) -> tuple[tuple[Run, ...], ...]:  # fmt: skip
-    """By rank: positions of its keys that ``rank`` reads."""
+    """Positions of each rank's keys that ``rank`` reads."""
     mine = rank // group
     needs = needs_of(demand, layout.owner // group).of(mine, mine + 1)
     first = np.flatnonzero(np.diff(layout.owner, prepend=-1))
@@ -313,7 +313,7 @@ def _reads(
 def _sends(
     layout: Layout, demand: Demand, own: Sequence[Run], group: int
 ) -> tuple[tuple[Run, ...], ...]:
-    """By rank: which rows it reads keys of, among the rows of the runs ``own``."""
+    """Rows whose keys each rank reads, among the rows of the runs ``own``."""
     needs, grain = needs_of(demand, layout.owner // group), demand.grain
     rows = np.array(own, np.int64).reshape(-1, 2)
     place = np.cumsum(rows[:, 1] - rows[:, 0]) - rows[:, 1]

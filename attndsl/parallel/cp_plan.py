@@ -39,7 +39,7 @@ _MATTERS = {
     "batch": ("b", "token", "batch"), "heads": ("h", "hkv", "heads"),
     "kv_heads": ("hkv", "kv_heads"), "head_dim": ("head_dim",),
 }  # fmt: skip
-"""By size of a call: by which variables and sizes a mask may depend on it."""
+"""Variables and sizes through which a mask may depend on each size of a call."""
 _POSITIONS = frozenset({"q", "kv", "q_len", "kv_len"})
 """Variables and sizes that depend on none of these."""
 

@@ -60,7 +60,7 @@ class _Trip:
         self._work: dist.Work | None = None
 
     def rooms(self) -> Iterator[tuple[int, Pair]]:
-        """By rank that something goes to: where that has to be put."""
+        """The buffers to fill, by the rank that they go to."""
         return self._blocks(self._sent, self._leaving)
 
     def begin(self, group: ProcessGroup) -> None:
@@ -69,7 +69,7 @@ class _Trip:
         self._work = dist.all_to_all_single(found, sent, *self._splits, group=group, async_op=True)
 
     def arrived(self) -> dict[int, Pair]:
-        """By rank that something comes from: what came. What follows waits for it."""
+        """Received tensors by the rank that sent them. Work that follows waits for them."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -287,7 +287,7 @@ class _Copies:
     """Copies of some rows to others' places, all of them in one call of torch."""
 
     def __init__(self) -> None:
-        """None so far."""
+        """Begin with no copies."""
         self._rooms: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []
 

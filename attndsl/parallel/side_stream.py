@@ -27,7 +27,7 @@ class Beside:
     """
 
     def __init__(self, device: torch.device, several: bool) -> None:
-        """For work on ``device``; ``several`` says whether both streams get some."""
+        """Prepare for work on ``device``; ``several`` is True if both streams get some."""
         self._streams = streams_of(device) if several else None
 
     def __enter__(self) -> Beside:

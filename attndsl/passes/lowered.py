@@ -31,7 +31,7 @@ class Lowered:
     digest: str
     """Hex digest of the program's meaning: the same after renaming a local or reformatting."""
     contractions: Contractions | None = None
-    """None where the program has none."""
+    """The program's contractions; None where it has none."""
     by_token: Program | None = None
     """The program as it was written, with ``token`` and ``tokens``; None where it has neither."""
 

@@ -67,7 +67,7 @@ def intervals(
 
 
 def _interval(item: Node, args: list[Interval]) -> Interval:
-    """From those of the operands."""
+    """The interval of ``item`` from those of its operands."""
     op = item.op
     if item.dtype is not DType.FLOAT:
         return _ANY

@@ -100,7 +100,8 @@ class Localised:
 
     program: Program
     names: Mapping[str, str]
-    """By what they are: ``heads``, ``h_offset``, ``q_start``, ``q_starts``, ``kv_lengths`` ..."""
+    """Names by their meaning: ``heads``, ``h_offset``, ``q_start``, ``q_starts``, ``kv_lengths``
+    ..."""
 
 
 def localised_program(program: Program, changes: Changes) -> Localised:
@@ -267,7 +268,7 @@ def _moved(root: Node, known: Mapping[Node, Node], shares: frozenset[tuple[str, 
 
 
 def places_of(item: Node) -> Iterator[tuple[int, str, int]]:
-    """For each index in a lookup or a product of rows: its operand, the tensor, and its dim."""
+    """Operand number, tensor and dim of each index in a lookup or a product of rows."""
     if item.op is Op.LOAD:
         for place in range(len(item.args)):
             yield place, str(item.value), place
@@ -280,9 +281,9 @@ def places_of(item: Node) -> Iterator[tuple[int, str, int]]:
 
 
 def plain_lookups(program: Program) -> Mapping[tuple[str, int], str | None]:
-    """By tensor and dim: the variable that all lookups along it have as their index.
+    """The variable that indexes all lookups along a dim, by tensor and dim.
 
-    None where they have others, or not all the same.
+    None where the indices are others, or not all the same.
     """
     found: dict[tuple[str, int], str | None] = {}
     for item in toposort(*program.roots()):

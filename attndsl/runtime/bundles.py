@@ -92,7 +92,8 @@ class Bundle:
     driver: str | None
     """The module of Triton's driver, among the launchers."""
     twins: Mapping[str, str]
-    """By name of a launcher's folder: what Triton looks for on platforms that it knows less of."""
+    """Names that Triton looks for on platforms that it knows less of, by name of a launcher's
+    folder."""
 
     @property
     def size(self) -> int:

@@ -109,7 +109,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        """By their keys."""
+        """Entries by their keys."""
 
     def load(self, key: str) -> Entry | None:
         """The entry of ``key``, or None."""

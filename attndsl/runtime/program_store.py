@@ -1,4 +1,4 @@
-"""From a spec (text and declarations in one string) to a lowered program, by memory or disk.
+"""Lowered programs by spec (text and declarations in one string), in memory and on disk.
 
 A spec determines a program completely, so that it can stand in graphs and in other processes. It
 does not say where the program was written: programs of one text and one set of declarations are one

@@ -68,8 +68,8 @@ class PreparedStep(NamedTuple):
     positions: str | None
     """Name of the capture that ``q_index`` is."""
     launches: dict[tuple[bool, ...], Launch] | None
-    """By what a launch depends on beside the signature: how tensors are aligned, and the sign of
-    the scale. None where it depends on more: captures bring addresses of their own, and fp32 a
+    """Launches by the alignment of the tensors and the sign of the scale. None where a launch
+    depends on more than these and the signature: captures bring addresses of their own, and fp32 a
     setting of torch."""
 
     def run(self, step: ServeStep, captures: Captures, found: torch.Tensor | None) -> Results:

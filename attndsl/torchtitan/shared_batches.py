@@ -144,4 +144,4 @@ class SharedRows:
 
 
 HOMES: WeakValueDictionary[int, SharedRows] = WeakValueDictionary()
-"""By number: graphs hold no objects."""
+"""Living batches by number: graphs hold no objects."""

@@ -359,7 +359,7 @@ class _AstWriter:
             return self.reader.read(self.build.node_from_schedule_map(schedule))
 
     def range(self, first: Any, last: Any, step: int, guard: Any) -> Segment:
-        """From ``first`` to ``last``, functions of the parameters, where ``guard`` holds of them.
+        """Segment from ``first`` to ``last``, functions of the parameters, where ``guard`` holds.
 
         Raises:
             NoClosedForm: The functions or the guard are too complicated.

@@ -439,7 +439,7 @@ def _increasing(item: Node, a: Pair) -> Pair:
 
 
 def _bit_and(item: Node, a: Pair, b: Pair) -> Pair | None:
-    """With 2**k - 1 it is ``% 2**k``."""
+    """Bounds of ``&`` with 2**k - 1, which is ``% 2**k``."""
     for value, mask in ((a, item.args[1]), (b, item.args[0])):
         bits = mask.value if mask.op is Op.CONST else None
         if isinstance(bits, int) and bits > 0 and bits & bits + 1 == 0:

@@ -64,7 +64,7 @@ class LoopPlan:
     exactly those whose segments name it. ``$tile`` is the visited tile, and ``$tiles`` the number
     of owning tiles."""
     two_sided: bool = False
-    """For such loops: True if PARTIAL tiles may lie on both sides of the FULL ones."""
+    """True if PARTIAL tiles may lie on both sides of the FULL ones, in such loops."""
 
 
 def guarded(loop: LoopPlan, within: Node | None) -> LoopPlan:
