@@ -1,4 +1,4 @@
-"""The public face: ``compile``, ``load``, ``verify`` and ``Attention``."""
+"""The public functions ``compile``, ``load`` and ``verify``, which make and check programs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = ["Attention", "compile", "load", "verify"]
 
 
 _PATH = re.compile(r"\s*[^\s()=<>#\[\]]+\.(ya?ml|toml|json|attn)\s*")
-"""What no program is."""
+"""Matches a file path passed where program text is expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Options:
     checked: bool | None = None
     exact: bool = False
     warns: bool = False
-    """Whether the program and its calls are asked what they hardly can mean: a person wrote it."""
+    """True to warn about probably unintended programs and calls: a person wrote the program."""
 
 
 class Programs(dict[str, Attention]):
@@ -143,7 +143,7 @@ def compile(  # noqa: A001
 
 
 def _no_program(given: object) -> ArgumentError:
-    """The error of what is given in place of a program's text."""
+    """Error for a value passed in place of a program's text."""
     what, hint = f"a {type(given).__name__}", "pass the program's text"
     if isinstance(given, FunctionType):
         hint = "attndsl.trace(function) makes a program of a score_mod or mask_mod"

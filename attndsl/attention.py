@@ -1,4 +1,4 @@
-"""A compiled program, which users call, look at and keep."""
+"""``Attention``: a compiled program with its calls, inspections and pickling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as data first and text second.
+"""Errors and warnings, with their facts as attributes and their text made of these.
 
 Every error is an :class:`AttnDSLError` (a ``ValueError``) with a message, the span of program text
 that it is about (if any) and a hint with text to write instead. A program with several errors
@@ -100,7 +100,7 @@ class ConfigError(AttnDSLError):
 
 
 class ProgramWarning(AttnDSLError, UserWarning):
-    """Warning of what a correct program or call says and hardly can mean, with place and hint."""
+    """Warning about a valid but probably unintended program or call, with place and hint."""
 
 
 class UnusedWarning(ProgramWarning):

@@ -133,7 +133,7 @@ class Node:
     args: tuple[Node, ...] = ()
     value: Literal | None = None
     span: Span | None = field(default=None, repr=False)
-    """Where it was written; not part of a node's identity (the first place wins)."""
+    """Place in the text; not part of a node's identity (the first place wins)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ _intern_lock = threading.Lock()
 
 
 def _begin_anew() -> None:
-    """In a forked process, which lacks the thread that may have held the lock."""
+    """Make the lock anew in a forked process, which lacks the thread that may have held it."""
     global _intern_lock
     _intern_lock = threading.Lock()
 
@@ -351,7 +351,7 @@ def rebuild(original: Node, args: tuple[Node, ...]) -> Node:
 
 
 _VARIES = {"hkv": frozenset({"h"}), TOKEN: frozenset({"b", "q"})}
-"""What variables of other names vary with."""
+"""Variables that these names vary with; every other name varies with itself."""
 
 
 def dependencies(*roots: Node) -> dict[Node, frozenset[str]]:
@@ -422,9 +422,9 @@ class ParamDecl:
     default: bool | int | float | None = field(default=None, compare=False)
     span: Span | None = field(default=None, compare=False, repr=False)
     is_position: bool = False
-    """Whether values are lengths or positions: ints below 2**30 in size."""
+    """True if values are lengths or positions: ints below 2**30 in size."""
     optional: bool = field(default=False, compare=False)
-    """Whether calls may leave it out. They are calls of another program then, without it."""
+    """True if calls may leave it out. They are calls of another program then, without it."""
     default_key: object = field(init=False, repr=False)
     """The key under which declarations of equal defaults meet."""
 
@@ -441,9 +441,9 @@ class TensorDecl:
     dims: tuple[Node, ...]
     span: Span | None = field(default=None, compare=False, repr=False)
     is_position: bool = False
-    """Whether elements are lengths or positions: ints below 2**30 in size."""
+    """True if elements are lengths or positions: ints below 2**30 in size."""
     optional: bool = field(default=False, compare=False)
-    """As of :class:`ParamDecl`."""
+    """True if calls may leave it out; see :class:`ParamDecl`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,9 +459,9 @@ class Entries(NamedTuple):
     """Names of tensors with a number for each batch entry, in programs of parts, where any are."""
 
     starts: str | None
-    """Of the position of the first query."""
+    """Tensor of the position of each entry's first query."""
     lengths: str | None
-    """Of the number of keys."""
+    """Tensor of each entry's number of keys."""
 
 
 NO_ENTRIES = Entries(None, None)
@@ -484,15 +484,15 @@ class Program:
     params: tuple[ParamDecl, ...] = ()
     tensors: tuple[TensorDecl, ...] = ()
     exact: bool = False
-    """Whether functions keep their exact forms where hardware has faster ones."""
+    """True if functions keep their exact forms where hardware has faster ones."""
     lines: tuple[Line, ...] = ()
     """All score lines in their order, until masks are split from the score; the last one's value is
     ``score``."""
     weights_span: Span | None = field(default=None, compare=False, repr=False)
-    """Where ``weights`` were written."""
+    """Place of ``weights`` in the text."""
     by_token: bool = False
-    """Whether it was written with ``token`` or ``tokens``, which stand here as what they are in a
-    call that is no part: see :mod:`attndsl.passes.tokens`."""
+    """True if it was written with ``token`` or ``tokens``. Their expressions in a call that is no
+    part stand in their place: see :mod:`attndsl.passes.tokens`."""
     entries: Entries = NO_ENTRIES
     products: tuple[Node, ...] = field(init=False, compare=False, repr=False)
     """All ``DOT``, found once: graphs of torch.compile guard each node that a trace meets."""

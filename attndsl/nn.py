@@ -170,7 +170,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return heads.transpose(1, 2)
 
     def _extended(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (N, S, E) with those that every query sees behind them."""
+        """Keys and values (N, S, E), followed by those that every query sees."""
         for more_k, more_v in (
             (self.bias_k, self.bias_v),
             (k.new_zeros(1, 1, 1), v.new_zeros(1, 1, 1)) if self.add_zero_attn else (None, None),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MAGIC = "attn"
 _FORM = "write %%attn NAME [PARAM=NUMBER ...], such as %%attn local window=1024"
 _WORDS = {"true": True, "false": False}
-"""As the language has them; Python's own are literals."""
+"""The language's spelling of bools; Python's own are literals."""
 _RENDERED = "_render_traceback_"
 
 

@@ -1,4 +1,4 @@
-"""The order of the passes, and nothing else."""
+"""The order of the passes from a text to a lowered program."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Variant(NamedTuple):
     """Choice of one of the programs of a text and its declarations."""
 
     sink: bool = True
-    """Whether the program's sink stays. Tensors that it alone mentions do."""
+    """True if the program's sink stays. Tensors that only the sink mentions stay in any case."""
     absent: tuple[str, ...] = ()
     """Captures that are declared with ``= none`` and are not there."""
     ones: Dims = ()
@@ -81,7 +81,7 @@ def check(source: Source, declared: Mapping[str, Declared]) -> None:
 
 
 def warnings_of(source: Source, declared: Mapping[str, Declared]) -> tuple[ProgramWarning, ...]:
-    """Check a program as :func:`check` does; return warnings of what it hardly can mean.
+    """Check a program as :func:`check` does; return warnings about probably unintended text.
 
     Args:
         source: The text.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 _FIELDS = {"program", "derivative", "wide", "by_token"}
-"""Of a lowered program."""
+"""Fields of a lowered program."""
 _PARTS = ("score", "mask", "sink", "weights", "dropout")
 
 

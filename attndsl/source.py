@@ -17,10 +17,10 @@ class TextPiece:
     """A part of a text that stands in another text too: there it was written."""
 
     start: int
-    """Where the part begins. It ends where the next one begins."""
+    """Offset of the part's first character. The part ends where the next one begins."""
     source: Source
     offset: int
-    """Where it begins in ``source``."""
+    """Offset in ``source`` of the part's first character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Source:
     file: str | None = None
     """Path of the file that holds the text, which may import others beside that file."""
     pieces: tuple[TextPiece, ...] = field(default=(), repr=False)
-    """Of a text with imports: where each part of it was written."""
+    """Parts of a text with imports, each with the place where it was written."""
 
     def line(self, number: int) -> str:
         """The text of line ``number`` (counted from ``first_line``), without its line ending."""

@@ -1,4 +1,4 @@
-"""The kernels of programs for a GPU that is not there, compiled side by side.
+"""Parallel compilation of kernels for a GPU that this machine does not have.
 
 Calls run up to their launches, which do nothing: so they find their kernels in the way in which
 they find them on the GPU. What they compute means nothing.
@@ -47,7 +47,7 @@ class CompiledKernel(NamedTuple):
     name: str
     seconds: float
     cached: bool
-    """Whether it was in Triton's cache."""
+    """True if it was in Triton's cache."""
 
 
 class Progress(NamedTuple):
@@ -74,12 +74,12 @@ class Built:
     warmed: list[Warmed]
     """One for each program."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of compilation, by hash of a kernel."""
+    """Seconds of compilation by hash of a kernel."""
     calls: int = 0
     without: Counter[Without] = field(default_factory=Counter)
-    """How many of the calls have no kernels."""
+    """Number of calls without kernels, by program and reason."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Several threads make what is here, each of a program of its own."""
+    """Guards the fields above: a thread for each program writes them."""
 
 
 def build(

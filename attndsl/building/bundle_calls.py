@@ -1,4 +1,4 @@
-"""Calls that a bundle is made for; each of them is made as the first one of a process would be.
+"""Example calls of a bundle, each made as the first call of a process would be.
 
 A kernel depends on more than the program: on dtypes, head dims, alignment, kinds of positions,
 gradients, and where families differ on lengths. So a bundle is made by calls, each of which gets
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""Those that kernels compute in."""
+"""dtypes of q, k and v, by name."""
 CAPTURE_DTYPES = {
     **DTYPES, "int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16,
     "int32": torch.int32, "int64": torch.int64, "bool": torch.bool,
 }  # fmt: skip
-"""Those that captures may have."""
+"""dtypes of captured tensors, by name."""
 POSITIONS = ("whole", "chunk", "entries")
-"""Where rows are: at the beginning; behind others, by a number; where each entry's keys end, by
-tensors (``q_offset`` and ``kv_lengths``)."""
+"""Positions of rows: at the beginning; behind others, by a number; at the end of each entry's keys,
+by tensors (``q_offset`` and ``kv_lengths``)."""
 HEADS = ((8, 8), (8, 2))
-"""Heads and key heads, where nobody says: each with its own keys, and shared ones."""
+"""Heads and key heads by default: each with its own keys, and shared ones."""
 LENGTHS = ((1024, 1024), (1007, 1007))
-"""Rows and keys, where nobody says: captured rows lie at aligned addresses, and do not."""
+"""Rows and keys by default: captured rows lie at aligned addresses, and do not."""
 _NUMBERS: dict[DType, bool | int | float] = {DType.BOOL: True, DType.INT: 16, DType.FLOAT: 1.0}
 """Run-time params; kernels depend on their types."""
 _BATCH = 2
@@ -83,11 +83,11 @@ class ExampleCall(NamedTuple):
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     arguments: dict[str, Any]
     learned: tuple[torch.Tensor, ...]
-    """What requires grad; empty for a call without gradients."""
+    """Tensors that require a gradient; empty for a call without gradients."""
     return_lse: bool
 
     def __str__(self) -> str:
-        """For people."""
+        """The call's sizes, for people."""
         q, k, _ = self.operands
         heads = f"{q.shape[1]}/{k.shape[1]} heads"
         return f"{heads}, {q.shape[2]} rows, {k.shape[2]} keys, head dim {q.shape[3]}"
@@ -109,7 +109,7 @@ def examples(attention: Attention, asked: CallGrid) -> Iterator[ExampleCall]:
 
 
 def _lengths(asked: CallGrid, dim: int) -> tuple[tuple[int, int], ...]:
-    """Lengths that are asked for, and others for which Hopper's kernels have other tiles."""
+    """Requested lengths, and others for which Hopper's kernels have other tiles."""
     found = dict.fromkeys(asked.lengths)
     for rows, keys in asked.lengths:
         known = _UNALIGNED if rows % 16 else _ALIGNED
@@ -124,7 +124,7 @@ def _lengths(asked: CallGrid, dim: int) -> tuple[tuple[int, int], ...]:
 def _operands(
     asked: CallGrid, dtype: torch.dtype, dim: int, heads: tuple[int, int], lengths: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v, whose elements nobody reads."""
+    """q, k and v, whose elements are never read."""
     own, shared = heads
     rows, keys = lengths
     value = asked.value_dim or dim
@@ -194,7 +194,7 @@ def float_names(program: Program) -> tuple[str, ...]:
 def _captures(
     program: Program, asked: CallGrid, q: torch.Tensor, k: torch.Tensor
 ) -> dict[str, Any]:
-    """Values of the program's captures, of the dtypes that are asked for."""
+    """Values of the program's captures, in the requested dtypes."""
     sizes = {
         "batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "q_len": q.shape[2],
         "kv_len": k.shape[2], "head_dim": q.shape[3], **asked.dims,

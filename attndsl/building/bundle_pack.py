@@ -1,4 +1,4 @@
-"""From what a build has compiled to a bundle: a folder whose files are all named by digests."""
+"""Packing of a build's kernels into a bundle: a folder whose files are all named by digests."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class PackedKernel(NamedTuple):
     text: str
     """Its program, as it was written."""
     name: str
-    """Of the function, with its constants."""
+    """Name of the function, with its constants."""
     seconds: float
-    """Of its compilation; 0 where Triton had it."""
+    """Seconds of its compilation; 0 where Triton had it."""
     bytes: int
-    """Of what was compiled."""
+    """Size of the compiled code."""
 
 
 class PackedBundle(NamedTuple):
@@ -43,7 +43,7 @@ class PackedBundle(NamedTuple):
     kernels: tuple[PackedKernel, ...]
     programs: int
     bytes: int
-    """Of all files."""
+    """Size of all files."""
 
 
 def pack(built: Built, target: str, folder: Path) -> PackedBundle:
@@ -112,7 +112,7 @@ class _BundleWriter:
         return sum(file["bytes"] for file in self.files.values())
 
     def add(self, name: str, content: bytes) -> str:
-        """Write a file, unless it is there. Whoever reads a bundle, no others may write to it."""
+        """Write a file that all may read and only the owner may write to, unless it is there."""
         if name not in self.files:
             path = self.folder
             for part in name.split("/")[:-1]:

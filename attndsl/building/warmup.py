@@ -1,4 +1,4 @@
-"""The kernels of several programs, compiled side by side before the first call of any.
+"""Parallel compilation of the kernels of several programs before their first calls.
 
 Non-goals: kernels for a GPU that is not there; other lengths than those of the given call where
 lengths choose the kernel.
@@ -31,7 +31,7 @@ class Warmed(NamedTuple):
 
     name: str
     seconds: float
-    """From when it began. Programs share processors, so these do not add up."""
+    """Seconds since it began. Programs share processors, so these do not add up."""
     error: AttnDSLError | None
 
 

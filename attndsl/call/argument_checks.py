@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALVES = FLOATS[:2]
 _CAST = FLOATS[:-1]
-"""What autocast converts."""
+"""dtypes that autocast converts."""
 _LARGEST = float(torch.finfo(torch.float32).max)
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
 _AUTOCASTS = frozenset(kind for kind in _KINDS if torch.amp.is_autocast_available(kind))
-"""Kinds of devices that have it; asked once, since graphs of torch 2.11 cannot trace that."""
+"""Kinds of devices with autocast; asked once, since graphs of torch 2.11 cannot trace that."""
 _DTYPES = {DType.FLOAT: FLOATS, DType.INT: INTS, DType.BOOL: (torch.bool,)}
 _PYTHON: dict[DType, tuple[type, ...]] = {
     DType.FLOAT: (int, float, torch.SymInt, torch.SymFloat),
     DType.INT: (int, torch.SymInt),
     DType.BOOL: (bool, torch.SymBool),
 }
-"""What a param given as a number may be; those of torch stand for sizes in graphs."""
+"""Types of a param given as a number; those of torch stand for sizes in graphs."""
 
 
 def is_wide(name: str, dtype: object, own: torch.dtype) -> bool:
@@ -83,7 +83,7 @@ def autocast_dtype(dtype: torch.dtype, kind: str) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Within this block operations on ``device`` are in the dtypes of their operands."""
+    """Context in which operations on ``device`` are in the dtypes of their operands."""
     known = device.type in _AUTOCASTS  # Not so ``meta``.
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
@@ -110,7 +110,7 @@ def scale_of(scale: Any) -> float:
 
 
 def check_scale(scale: object) -> None:
-    """Refuse what is no factor."""
+    """Refuse a scale that is not a number."""
     fits = scale is None or isinstance(scale, Real | torch.SymInt | torch.SymFloat)
     if not fits and (isinstance(scale, torch.Tensor) or as_number(scale) is None):
         raise ArgumentError(

@@ -21,7 +21,7 @@ def refuse_call(
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     given: Mapping[str, Any],
 ) -> None:
-    """Say in words what is wrong with a call, if anything is.
+    """Raise an error about the first wrong argument of a call, if there is one.
 
     A call asks for the attributes of its tensors and looks up its options. Where that fails, its
     arguments are looked at one by one, so that usual calls need not be.
@@ -32,7 +32,7 @@ def refuse_call(
         given: Captures and options.
 
     Raises:
-        AttnDSLError: Says which argument it is, and what it is.
+        AttnDSLError: Names the argument and describes its value.
     """
     q, k, v = map(autocast, operands)
     if is_dtensor(q):

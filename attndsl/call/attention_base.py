@@ -62,16 +62,16 @@ class Made(NamedTuple):
     source: Source
     """The text, where errors point."""
     backend: str
-    """As asked for."""
+    """The backend asked for."""
     checked: bool
     defaults: dict[str, Any]
     """Tensors that captures have unless a call gives others."""
     warns: bool = False
-    """Whether calls that are hardly meant so are told: somebody wrote the program."""
+    """True to warn about probably unintended calls: a person wrote the program."""
 
 
 MAX_VARIANTS = 1024
-"""Programs of one text, by the captures that calls leave out or give with size 1."""
+"""The most programs of one text, by the captures that calls leave out or give with size 1."""
 
 
 class Compiled:
@@ -84,16 +84,16 @@ class Compiled:
     _checked: bool
     _defaults: dict[str, Any]
     _warns: bool
-    """As of :class:`Made`."""
+    """These six are the fields of :class:`Made`."""
     _in_graphs: str
     """All of these that graphs depend on; empty where calls have tensors by default."""
     _lowered: Lowered
     _optional: tuple[str, ...]
     """Captures that calls may leave out."""
     _variants: BoundedCache[Any]
-    """The programs of calls that do so, or whose tensors have size 1 in place of another."""
+    """Programs of calls that leave some out, or whose tensors have size 1 in place of another."""
     _names: frozenset[str]
-    """Of all captures."""
+    """Names of all captures."""
     _prepared: PreparedCalls
     """Prepared calls by signature."""
     _traced: TracedPrograms

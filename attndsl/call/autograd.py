@@ -24,7 +24,7 @@ from .profiling import BACKWARD, event_of_call
 
 _is_within_transform = torch._C._are_functorch_transforms_active
 modes_on = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes are on."""
+"""Returns the number of dispatch modes that are on."""
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -100,7 +100,8 @@ class BoundCall:
         self.forward = backend.bound_forward(lowered, call)
         self.precision = matmul_precision() if call.q.dtype is torch.float32 else None
         self.backwards: dict[object, BoundBackward] = {}
-        """By wanted gradients, strides of the output's gradient, and whether lse has one."""
+        """Bound backwards by wanted gradients, strides of the output's gradient, and presence of
+        lse's."""
         self.strides: list[tuple[int, ...]] | None = None
         """Strides of what a backward gets: tensors, output, log-sum-exp. The first call tells."""
 
@@ -131,7 +132,7 @@ def attend_bound(bound: BoundCall, tensors: Tensors, return_lse: bool) -> Any:
 
 
 def _is_usual(tensors: Tensors) -> bool:
-    """Return True if torch does not listen, and memory is aligned and holds what is meant.
+    """Return True if no listener of torch is on, and tensors are aligned and not lazily negated.
 
     Listeners are profiles, modes, transforms and torch's ``context_parallel``.
     """
@@ -149,7 +150,7 @@ def _is_usual(tensors: Tensors) -> bool:
 
 
 def without_neg(call: Call) -> Call:
-    """``call`` without tensors whose signs torch has yet to change: kernels read what is stored."""
+    """``call`` with lazy negations of its tensors resolved: kernels read the stored values."""
     if not (
         call.q.is_neg() or call.k.is_neg() or call.v.is_neg()
         or (call.tensors and any(x.is_neg() for x in call.tensors.values()))
@@ -237,7 +238,7 @@ class _Attend(torch.autograd.Function):
 def _is_like(
     bound: BoundCall, saved: Tensors, grad_out: torch.Tensor, grad_lse: torch.Tensor | None
 ) -> bool:
-    """Return True if a backward is like those that are bound, and nobody differentiates it."""
+    """Return True if a backward is like those that are bound, and is not differentiated itself."""
     given = (*saved, grad_out) if grad_lse is None else (*saved, grad_out, grad_lse)
     return (
         not torch.is_grad_enabled() and grad_out.dtype is saved[0].dtype
@@ -299,5 +300,5 @@ def _gradients(
 
 
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attend).apply
-"""What ``_Attend.apply`` does once it has looked for transforms, without that: see M29 in
-docs/measured.md. Within a transform no call comes here."""
+"""``_Attend.apply`` without its look for transforms: see M29 in docs/measured.md. No call comes
+here within a transform."""

@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
     v: torch.Tensor | None
     """(B, Hkv, Lk, Dv)."""
     captures: dict[str, torch.Tensor]
-    """Of captured tensors and params by name, of their shapes and dtypes."""
+    """Captured tensors and params by name, with their shapes and dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Results:
     lse: torch.Tensor | None
     """(B, Hq, Lq), fp32 (fp64 for fp64), natural logarithm; None for own weights."""
     grad_out: torch.Tensor
-    """As ``out``."""
+    """Gradient of ``out``, with its shape and dtype."""
     grad_lse: torch.Tensor | None = None
-    """As ``lse``; None for zeros."""
+    """Gradient of ``lse``, with its shape and dtype; None for zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class WantedGradients:
     """Gradients to make, by name, and their dtype."""
 
     operands: Collection[str] = OPERANDS
-    """Among ``q``, ``k`` and ``v``."""
+    """Names among ``q``, ``k`` and ``v``."""
     captures: Collection[str] | None = None
     """Names of float captures; None for those that require a gradient."""
     dtype: torch.dtype | None = None
-    """Of the gradients of q, k and v; None for theirs."""
+    """dtype of the gradients of q, k and v; None for that of each operand."""
 
 
 def wants_for(call: Call, asked: WantedGradients) -> Wants:
@@ -159,7 +159,7 @@ def with_out_of(call: Call, out: torch.Tensor) -> Call:
 
 
 def check_has_seed(program: Program, seed: object) -> None:
-    """Refuse a call whose draws nobody could make again.
+    """Refuse a call whose dropout mask cannot be drawn again.
 
     Raises:
         ArgumentError: The program has dropout, and there is no seed.
@@ -247,7 +247,7 @@ def _check_result(
     kinds: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Refuse what is no result of the call's sizes, or of no dtype among ``kinds``."""
+    """Refuse a value that is no tensor of this shape, device and of a dtype among ``kinds``."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(
             f"{name} is a {type(value).__name__}", hint="pass what the forward returned"

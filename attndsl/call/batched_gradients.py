@@ -22,7 +22,7 @@ def refuse_vectorized(*given: torch.Tensor | None) -> None:
 
 
 def refuse(*_: object) -> NoReturn:
-    """Stand for what is asked of such gradients.
+    """Refuse any operation on such gradients.
 
     Raises:
         UnsupportedError: Always.

@@ -57,9 +57,9 @@ class CallSizes:
     heads: int = 1
     """Query heads."""
     kv_heads: int | None = None
-    """None for as many."""
+    """Key heads; None for as many as query heads."""
     head_dim: int = 64
-    """Of q and k."""
+    """Head dim of q and k."""
 
     def with_ints(self) -> CallSizes:
         """The same, whose whole numbers of other types are ints."""

@@ -1,4 +1,4 @@
-"""Warnings about programs and calls that are correct and hardly meant so.
+"""Warnings about valid but probably unintended programs and calls.
 
 Python's ``warnings`` prints each of them once for a place in the caller's code.
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[1]
 _FOLDERS = (f"{_ROOT}{os.sep}", f"{_ROOT.parent / 'backends'}{os.sep}")
-"""Where the package's own code lies, also in a checkout."""
+"""Folders of the package's own code, also in a checkout."""
 _MANY_HEADS = 256
 """More heads than models have."""
 _SOME_HEADS = 64
@@ -50,7 +50,7 @@ def _level() -> int:
 def doubts_of_call(
     program: Program, call: Call, said: Mapping[str, object]
 ) -> Iterator[ProgramWarning]:  # fmt: skip
-    """Warnings about arguments that a caller can hardly mean.
+    """Warnings about arguments that are probably unintended.
 
     Args:
         program: What is called.

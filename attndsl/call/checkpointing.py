@@ -1,4 +1,4 @@
-"""Functions that keep their arguments alone, and compute everything else again to differentiate.
+"""Gradient checkpointing: functions that save their arguments alone and recompute the rest.
 
 A derivative of such a function is one again, so that a sum over many of them, one after the other,
 takes the memory of one for derivatives of any order and mode, and under ``torch.func`` transforms.
@@ -30,7 +30,7 @@ class Function(Protocol):
     """Differentiable torch operations on its arguments; it holds no tensors of its own."""
 
     pushes_results: ClassVar[bool]
-    """Whether ``pushed`` takes the results too, behind the inputs."""
+    """True if ``pushed`` takes the results too, behind the inputs."""
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         """One tensor or more; ``inputs`` that are not floats are constants."""
@@ -110,7 +110,7 @@ class Pulled:
     wanted: tuple[int, ...]
     """Places of those inputs."""
     count: int
-    """How many inputs there are."""
+    """Number of inputs."""
 
     def __call__(self, *args: torch.Tensor) -> Tensors:
         """One gradient for each input that is wanted."""

@@ -139,11 +139,11 @@ class Constants(NamedTuple):
     kinds: Sequence[tuple[Any, ...]]
     """Class, shape, strides, dtype and device of q, k, v and each captured tensor."""
     names: Sequence[str]
-    """Of the captured tensors."""
+    """Names of the captured tensors."""
     location: Location
     options: CallOptions
     has_lse: bool
-    """Whether lse is asked for."""
+    """True if the call returns lse."""
 
 
 def stand_ins(known: Constants) -> list[torch.Tensor] | None:

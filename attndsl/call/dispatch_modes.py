@@ -48,7 +48,7 @@ class ThroughOperators(Backend):
     differentiable = False
     """Torch does not look into an operator."""
     has_events = True
-    """Those of the operators."""
+    """True: the operators record the events."""
 
     def __init__(self, backend: Backend, request: OperatorCall, call: Call) -> None:
         """See :func:`seen_by_modes`."""

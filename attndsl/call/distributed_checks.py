@@ -14,7 +14,7 @@ from attndsl.errors import UnsupportedError
 
 _HOME = "torch.distributed.tensor"
 OF_TORCH = torch._C._nn.scaled_dot_product_attention
-"""What ``torch.nn.functional`` has where nobody has replaced it."""
+"""Torch's own function, which ``torch.nn.functional`` has unless it was replaced."""
 
 
 def is_dtensor(value: object) -> bool:

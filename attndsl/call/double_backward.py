@@ -1,4 +1,4 @@
-"""Gradients that can be differentiated again: the first ones by kernels, the others in chunks."""
+"""Double backward: the first gradients by kernels, the second and higher ones in chunks."""
 
 from __future__ import annotations
 

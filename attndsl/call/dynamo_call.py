@@ -90,7 +90,7 @@ class InGraphs(Compiled):
         self, own: str, kinds: Sequence[tuple[Any, ...]], names: tuple[Sequence[str], ...],
         numbers: Mapping[str, Any],
     ) -> tuple[Any, ...] | None:  # fmt: skip
-        """Result of :func:`.compile_graphs.arguments_of`, and whether lse is asked for.
+        """Result of :func:`.compile_graphs.arguments_of`, and True if the call returns lse.
 
         This runs while a graph is made, and no graph holds it.
 

@@ -1,8 +1,8 @@
-"""Tangents that are known before a call's results are, for kernels that make both at once.
+"""Results and tangents of a call made by one kernel in forward mode.
 
-Torch asks a function for its results first, and then for their tangents. In forward mode inputs
-carry their own from the beginning. What comes of them is kept for when torch asks, and given to
-whoever asks with the very same tensors; others have theirs computed as ever.
+Torch asks a function for its results first, and then for their tangents. In forward mode the inputs
+carry their tangents from the beginning, so one kernel makes both. The tangents are kept until torch
+asks for them with the very same tensors; for other tensors they are computed as usual.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _unwrapped = torch._C._functorch.get_unwrapped
 
 
 def tangents_of(inputs: Tensors) -> dict[int, torch.Tensor]:
-    """By place: the tangents of ``inputs``, of the innermost level that they have one at.
+    """Tangents of ``inputs`` by place, each of the innermost level that has one.
 
     Empty where there is none, or one transform is within another, as with ``vmap`` of tangents.
     """
@@ -55,9 +55,10 @@ class Ahead:
     known: dict[int, torch.Tensor]
     """See :func:`tangents_of`."""
     _kept: Tensors = field(default=())
-    """Inputs and tangents of which ``_found`` has come, so that no others take their memory."""
+    """Inputs and tangents that ``_found`` was made of: kept, so that no others take their
+    memory."""
     _asked: tuple[object, ...] = field(default=())
-    """What these were."""
+    """Places of the inputs that have tangents, and the key of each tensor in ``_kept``."""
     _found: Tensors | None = field(default=None)
 
     def results(

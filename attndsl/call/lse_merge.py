@@ -1,4 +1,4 @@
-"""Attention over all keys, put together from attentions over parts of them.
+"""Merge of attentions over parts of the keys by their log-sum-exps.
 
 With ``out_i`` and ``lse_i`` of disjoint sets of keys, the whole has lse = log(sum of exp(lse_i))
 and out = sum of exp(lse_i - lse) * out_i. The formula is that of the online softmax (M. Milakov,

@@ -1,7 +1,7 @@
-"""Calls that are lengths and captures alone, to look at a program without q, k and v.
+"""Calls of lengths and captures alone, without q, k and v in memory, to inspect a program.
 
-Who looks at a part of a program needs the captures of that part alone. Batch entries and heads that
-nobody names are those of the captures.
+An inspection of a part of a program needs the captures of that part alone. The numbers of batch
+entries and heads are those of the captures by default.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GIVEN = (*_INFERRED, "q_len", "kv_len", "head_dim")
 
 @dataclass(frozen=True, slots=True)
 class AskedSizes:
-    """Sizes of a call, of which those that are None are those of its captures, or 1."""
+    """Sizes of a call; None stands for the size that captures have, or else for 1."""
 
     q_len: int
     kv_len: int
@@ -50,7 +50,7 @@ class AskedSizes:
     heads: int | None = None
     """Query heads."""
     kv_heads: int | None = None
-    """As many as query heads, where captures tell none."""
+    """Key heads; where captures tell none, as many as query heads."""
     head_dim: int = 64
 
     def with_ints(self) -> AskedSizes:
@@ -137,9 +137,9 @@ def filled(
     location: Location,
     device: str | torch.device,
 ) -> dict[str, Any]:
-    """``captures``, and values without memory for others that nobody needs to look at ``roots``.
+    """``captures``, and values without memory for others that ``roots`` do not read.
 
-    What ``roots`` need, and what is missing, stays missing.
+    A capture that ``roots`` read and that was not given stays missing.
     """
     found: dict[str, Any] = dict(captures)
     given = _fitting(program, captures)
@@ -178,7 +178,7 @@ def _numbers(
     sizes: CallSizes,
     location: Location,
 ) -> dict[str, Scalar]:
-    """Values of what dims may mention: the whole's sizes, and params; 1 for names nobody tells."""
+    """Values of the names in dims: the whole's sizes, and params; 1 for unknown names."""
     found: dict[str, Scalar] = dict.fromkeys(program.dim_names(), 1)
     for decl, value in given.items():
         named = zip(decl.dims, value.shape, strict=True)
@@ -202,7 +202,7 @@ def _device_of(captures: Captures, location: Location) -> str | torch.device:
 def _needed(
     program: Program, roots: tuple[Node | None, ...], given: frozenset[str]
 ) -> frozenset[str]:
-    """Names of the captures that ``roots`` read, and of those that sizes in them come from."""
+    """Names of the captures that ``roots`` read, and of captures that give sizes in these."""
     present = tuple(root for root in roots if root is not None)
     names = set[str]().union(*(leaf_names(root) for root in present))
     decls = {decl.name: decl for decl in program.tensors}

@@ -42,7 +42,7 @@ class EncodedCall(NamedTuple):
     given: Sequence[torch.Tensor] = ()
     """The params that are tensors."""
     is_given: Sequence[bool] = ()
-    """Which of the params these are."""
+    """For each param, True if it is a tensor in ``given``."""
     ints: Sequence[int] = ()
     """The other params that are ints or bools."""
     floats: Sequence[float] = ()
@@ -60,11 +60,11 @@ class EncodedCall(NamedTuple):
     drawn: torch.Tensor | None = None
     """A 0-d seed; replaces ``seed``, which would be one number for all runs of a graph."""
     wide: bool = False
-    """Whether the output is in fp32."""
+    """True if the output is in fp32."""
     whole: Sequence[int] = ()
-    """Of which larger call this is a part: its q_len, kv_len (-1 where not given), heads, kv_heads
-    and batch, h_offset, b_offset, and whether each origin is an offset for each batch entry (0 or
-    1); nothing for calls that are no parts."""
+    """Place in a larger call: its q_len, kv_len (-1 where not given), heads, kv_heads and batch,
+    h_offset, b_offset, and 1 for each origin that is an offset for each batch entry, or else 0.
+    Empty for calls that are no parts."""
     kv_lengths: torch.Tensor | None = None
 
 
@@ -78,16 +78,16 @@ class OpArguments(NamedTuple):
 
 
 class AskedGradients(NamedTuple):
-    """Gradients that the operator of gradients is asked for, and their form."""
+    """Gradients requested of the operator of gradients, and their form."""
 
     wants: Sequence[bool]
-    """For q, k, v, captured tensors and params that are tensors."""
+    """True for each wanted gradient of q, k, v, captured tensors and params that are tensors."""
     wide: bool = False
-    """Whether dQ, dK and dV are in fp32."""
+    """True if dQ, dK and dV are in fp32."""
     partial: bool = False
-    """Whether others add more to them."""
+    """True if other calls add more to them."""
     has_lse: bool = False
-    """Whether lse has a gradient too."""
+    """True if lse has a gradient too."""
 
     @property
     def results(self) -> int:
@@ -104,10 +104,10 @@ class Heading(NamedTuple):
     deterministic: bool
     wide: bool
     tensors: int
-    """How many."""
+    """Number of captured tensors."""
     is_given: tuple[bool, ...]
     positions: tuple[str, ...]
-    """Which of the tensors that tell numbers there are."""
+    """Names of the tensors of positions, lengths and the seed that the call has."""
     is_part: bool
 
     @property
@@ -188,7 +188,7 @@ def of_gradients(
 def parts_of_gradients(
     tensors: list[torch.Tensor], what: str
 ) -> tuple[list[torch.Tensor], AskedGradients, list[torch.Tensor], str]:
-    """The results, what is asked of gradients, and the call's tensors and ``what``."""
+    """The results, the requested gradients, and the call's tensors and ``what``."""
     asked, rest = asked_of(what)
     return tensors[: asked.results], asked, tensors[asked.results :], rest
 

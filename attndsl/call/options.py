@@ -44,13 +44,13 @@ class CallOptions:
     """Seed of dropout, an int or a 0-d int64 tensor on q's device; drawn from torch's generator
     where the program has dropout and none is given."""
     deterministic: bool | None = field(default=None, metadata=_VALUE)
-    """Whether gradients must be equal bit for bit from run to run; by default what
+    """True for gradients that are equal bit for bit from run to run; by default what
     ``torch.use_deterministic_algorithms`` says."""
     out_dtype: torch.dtype | None = field(default=None, metadata=_VALUE)
     """dtype of the output: ``torch.float32`` for q, k and v of a half type, so that nothing is lost
     where parts are put together; by default that of q."""
     return_lse: bool = field(default=False, metadata=_NOTHING)
-    """Whether to return the log-sum-exp of each row too."""
+    """True to return the log-sum-exp of each row too."""
     tiles: TileMap | None = field(default=None, metadata=_KIND)
     """Tiles that :meth:`tiles` found for this program and these captures: where the tiles have no
     closed form, they are not looked for again. A map of another mask would leave out live pairs. In
@@ -124,7 +124,7 @@ def options_in(given: Mapping[str, Any]) -> tuple[CallOptions, Location]:
 
 
 def taken(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Takes those of ``names`` out of ``arguments``; None stands for the default."""
+    """Take the options ``names`` out of ``arguments``; None stands for the default."""
     found = {name: arguments.pop(name) for name in names if name in arguments}
     return {name: x for name, x in found.items() if x is not None}
 

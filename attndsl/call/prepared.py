@@ -169,7 +169,7 @@ class PreparedCall:
         )  # fmt: skip
 
     def run(self, given: Arguments, first: bool = False) -> Any:
-        """Output, and log-sum-exp if it is asked for; the ``first`` call prepares the backward.
+        """Output, and log-sum-exp if requested; the ``first`` call prepares the backward.
 
         Raises:
             AttnDSLError: As of :meth:`attndsl.Attention.__call__`.

@@ -44,17 +44,17 @@ class Facts(NamedTuple):
     dims: tuple[str, ...]
     """Params on whose values declared dims depend."""
     by_token: bool
-    """Whether the program speaks of tokens, which positions tell apart."""
+    """True if the program reads ``token`` or ``tokens``, which positions tell apart."""
     by_row: bool
-    """Whether a tensor is declared along queries or keys: a part may bring its own rows."""
+    """True if a tensor is declared along queries or keys: a part may bring its own rows."""
     any_length: bool
-    """Whether calls on CPUs that differ in their number of keys alone share a signature. A cache
-    of keys grows from step to step, and to bind a call takes longer than its attention on a CPU:
-    see M57 in docs/measured.md."""
+    """True if calls on CPUs share a signature when they differ in their number of keys alone. A
+    cache of keys grows from step to step, and to bind a call takes longer than its attention on a
+    CPU: see M57 in docs/measured.md."""
     draws: bool
-    """Whether calls without a seed draw one."""
+    """True if calls without a seed draw one."""
     warns: bool
-    """Whether calls are warned of lengths that do not fit the mask."""
+    """True to warn about lengths that do not fit the mask."""
 
 
 def facts_of(program: Program, backend: str, checked: bool, warns: bool) -> Facts:

@@ -226,10 +226,10 @@ class Terms:
     captures: tuple[tuple[str, str], ...]
     """Names of captures that the program has now, and what of a call is given by them."""
     moved: frozenset[str]
-    """Of ``q`` and ``kv``: those whose positions the program makes of rows itself."""
+    """Sides among ``q`` and ``kv`` whose positions the program makes of rows itself."""
     draws: Draws | None
     by_offset: tuple[bool, bool]
-    """Whether dropout counts queries, and keys, from the call's offsets on."""
+    """Flags for queries and for keys: True if dropout counts them from the call's offset on."""
 
     def applied(self, call: Call) -> Call:
         """``call``, a checked one of the program as it was, as one of the program as it is."""
@@ -294,11 +294,12 @@ _GIVEN: Mapping[str, Callable[[Call], Any]] = {
     "token_positions": partial(_of_packed, "positions"),
     "requests": partial(_of_packed, "requests"),
 }
-"""What captures of :class:`Terms` are given."""
+"""Functions from a call to the value of a capture of :class:`Terms`, by the value's name."""
 
 
 _MADE = {"q_offset": "first_query", "token_starts": "first_token", "kv_lengths": "length"}
-"""What of a packed call follows from its starts and lengths, and what backends call it."""
+"""Fields of :class:`~attndsl.backends.paged_requests.Requests` that follow from a packed call's
+starts and lengths, by the call's name for each."""
 
 
 def made_captures(terms: Terms) -> tuple[tuple[str, str], ...]:
@@ -376,7 +377,7 @@ _CAPTURES = {
     Start.ROWS: ("positions", "{}_index"),
     Start.TOKENS: ("positions", "token_positions"),
 }
-"""What the program's capture is called after ``q_``, and what of a call it is."""
+"""Suffix of the program's capture after ``q_`` or ``kv_``, and the call's value for it."""
 
 
 def localised(lowered: Lowered, call: Call) -> tuple[Lowered, Call]:

@@ -176,7 +176,7 @@ _AFTER = torch._C._after_autograd_keyset
 _HARDWARE = frozenset(
     getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA", "BackendSelect")
 )
-"""Where nothing stands between autograd and what runs a call."""
+"""Dispatch keys with nothing between autograd and the kernels of a call."""
 
 
 @memoised("sets of dispatch keys", None)
@@ -236,7 +236,7 @@ def _differentiable(name: str, kernel: Callable[..., Any], function: Any) -> Cal
 
 
 def _forward_flops(*args: Any, **rest: Any) -> int:
-    """Two products over all pairs, as torch counts its own attention, less what is left out."""
+    """FLOPs of two products over the live tiles, counted as torch counts its own attention."""
     given = unpacked(*args)
     return _flops_of_products(given, given.q.shape[3] + given.v.shape[3])
 

@@ -55,13 +55,13 @@ _CALLS: BoundedCache[Known | KnownBackward] = BoundedCache(
 
 
 class OperatorCall(NamedTuple):
-    """A program, and what is asked to run it."""
+    """A program, its backend and its mode."""
 
     spec: str
     backend: str
     """The backend asked for."""
     checked: bool
-    """Whether to run in checked mode."""
+    """True to run in checked mode."""
 
 
 def operands(
@@ -162,7 +162,7 @@ def location_of(given: EncodedCall) -> Location:
 
 
 def params_of(program: Program, given: EncodedCall, floats: Iterator[float]) -> dict[str, Any]:
-    """The params by name; takes those that are floats from ``floats``."""
+    """Params by name; takes float ones from ``floats``."""
     tensors, ints = iter(given.given), iter(given.ints)
     params: dict[str, Any] = {}
     for decl, is_tensor in zip(program.params, given.is_given, strict=True):
@@ -180,12 +180,12 @@ class Known(NamedTuple):
 
     lowered: Lowered
     call: Call
-    """As a template, without tensors."""
+    """The call as a template, without tensors."""
     backend: Any
     order: MemoryOrder
-    """Of the output."""
+    """Memory order of the output."""
     bound: BoundForward | None = None
-    """What runs those whose tensors are aligned, once there was one."""
+    """Forward for calls with aligned tensors; None until one was made."""
 
 
 class KnownBackward(NamedTuple):
@@ -193,7 +193,7 @@ class KnownBackward(NamedTuple):
 
     asked: _WantedOfOperator
     bound: BoundBackward
-    """What runs those whose tensors are aligned. Results are as the forward leaves them."""
+    """Backward for calls with aligned tensors. Results are as the forward leaves them."""
 
 
 def _key_of(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[object, ...]:
@@ -209,7 +209,7 @@ def _key_of(tensors: Any, what: str, ints: Any, floats: Any) -> tuple[object, ..
 
 
 def _is_usual(tensors: Any) -> bool:
-    """Return True if nobody listens or differentiates, and addresses are aligned as allocations."""
+    """Return True if no profile, log or gradient needs the call, and addresses are aligned."""
     if profiler._is_profiler_enabled or torch.is_grad_enabled() or LOG.isEnabledFor(logging.INFO):
         return False
     bits = 0
@@ -370,12 +370,12 @@ def run_backward(tensors: Any, what: str, ints: Any, floats: Any) -> list[torch.
 
 
 class _WantedOfOperator(NamedTuple):
-    """Gradients that a backward is asked for, in a backend's terms."""
+    """Gradients requested of a backward, in a backend's terms."""
 
     results: int
-    """Tensors before the call's."""
+    """Number of tensors before the call's."""
     names: list[str]
-    """Of captures that may have gradients, in their order."""
+    """Names of captures that may have gradients, in their order."""
     wanted: Wants
 
     def backward(self, tensors: Any) -> Backward:
@@ -394,7 +394,7 @@ class _WantedOfOperator(NamedTuple):
 
 @memoised("gradients of operators", 1024)
 def _asked(what: str, tensors: tuple[str, ...], params: tuple[str, ...]) -> _WantedOfOperator:
-    """Gradients that a backward is asked for.
+    """Gradients requested of a backward.
 
     A part's program has captures of its own behind the others, which have no gradients.
 

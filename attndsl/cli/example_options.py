@@ -1,4 +1,4 @@
-"""Made-up captures as commands take them: what is wrong with them is wrong use."""
+"""Options for made-up captures; a wrong value is an error of usage."""
 
 from __future__ import annotations
 

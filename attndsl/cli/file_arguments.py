@@ -85,7 +85,7 @@ def tell_skipped(skipped: Sequence[Skipped]) -> None:
 
 
 class _Search:
-    """Goes through files and folders, and keeps count."""
+    """Search through files and folders, with limits on their number."""
 
     def __init__(self, suffixes: tuple[str, ...], key: str | None) -> None:
         self.suffixes = suffixes

@@ -38,14 +38,14 @@ Edit = tuple[int, str]
 
 @dataclass(slots=True)
 class _File:
-    """One of the files, and what is to be put into it."""
+    """One of the files, and its new text."""
 
     name: str
     source: Source
     found: Found | None
     """The programs of a configuration."""
     edits: dict[Edit, None] = field(default_factory=dict)
-    """In the order of the text; an alias of YAML is the program that it names."""
+    """Edits in the order of the text; an alias of YAML is the program that it names."""
 
 
 def upgrade_files(arguments: Sequence[str], check: bool, diff: bool) -> int:
@@ -100,7 +100,7 @@ def _real(name: str) -> str:
 
 
 def _has_programs(name: str) -> bool:
-    """Tell whether a file, of a folder and named by nobody, is a configuration with programs."""
+    """Return True if a file found in a folder is a configuration with programs."""
     if not is_config(name):
         return False
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _TENSOR = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\]]*)\]\s*(?::\s*(int|float|bool))?\s*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _DIGITS = 18
-"""Of an int that fits 64 bits in any case; the program's own reader refuses longer ones."""
+"""Digits of an int that fits 64 bits in any case; the program's own reader refuses longer ones."""
 _SHOWN = 60
 _NAMED = 20
 """Programs of a configuration whose names an error gives."""
@@ -45,7 +45,7 @@ class NamedProgram:
     params: Mapping[str, Bound | Absent] = field(default_factory=dict)
     """Values that the configuration binds."""
     description: str | None = None
-    """What the configuration says of it to people."""
+    """The configuration's description of it, for people."""
 
     def declared(self, more: Mapping[str, Declared]) -> dict[str, Declared]:
         """Its bound params, and ``more`` from the command line, which comes first."""

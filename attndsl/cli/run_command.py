@@ -81,11 +81,11 @@ class Timing:
 
     direction: str
     ms: float
-    """Median."""
+    """Median milliseconds."""
     tflops: float
     live_gbs: float | None = None
-    """Of a call that decodes: gigabytes a second of q, the output, and the keys and values that
-    some query sees."""
+    """Gigabytes a second of a call that decodes: q, the output, and the keys and values that some
+    query sees."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class BlockDiagonalMask(AttentionBias):
     k_lengths: tuple[int, ...]
     """Numbers of keys, which may have room behind them."""
     batches: tuple[int, ...] | None = None
-    """How many sequences each tensor had that :meth:`from_tensor_list` packed."""
+    """Number of sequences in each tensor that :meth:`from_tensor_list` packed."""
 
     @classmethod
     def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> Self:
@@ -259,7 +259,7 @@ def _check_count(rows: Sequence[int], lengths: Sequence[int]) -> None:
 
 
 def _check_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse what is no list of tensors (batch, length, ...) that agree in all else."""
+    """Refuse anything but a list of tensors (batch, length, ...) with equal other dims."""
     good = isinstance(tensors, list | tuple) and len(tensors) > 0
     if not good or not all(isinstance(x, torch.Tensor) and x.dim() > 1 for x in tensors):
         raise ArgumentError(

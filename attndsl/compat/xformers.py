@@ -99,7 +99,7 @@ def _is_expanded(base: torch.Tensor | None) -> bool:
 
 
 def _same_heads(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both with the heads of the one that has more: only one of them may have been expanded."""
+    """``k`` and ``v``, both with the larger number of heads: only one of them may be expanded."""
     heads = max(k.shape[2], v.shape[2])
 
     def repeated(x: torch.Tensor) -> torch.Tensor:

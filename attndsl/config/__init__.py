@@ -38,9 +38,9 @@ __all__ = [
 ]  # fmt: skip
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-"""Of configuration files."""
+"""Suffixes of configuration files."""
 PROGRAM_SUFFIX = ".attn"
-"""Of program files."""
+"""Suffix of program files."""
 _LIKE_TEXT = re.compile(r"[:=] |^\s*\{")
 
 
@@ -119,7 +119,7 @@ def parse_document(text: str, name: str, all_programs: bool = False) -> Document
 
 
 def why_foreign(path: str | PathLike[str], key: str | None = None) -> str | None:
-    """Reason why the file at ``path``, which nobody has named, is taken for other software's.
+    """Reason why the file at ``path``, found in a folder, is taken for other software's.
 
     None if it is held to the form. A file that cannot be parsed is, if its text speaks of programs.
 

@@ -1,4 +1,4 @@
-"""The content of a configuration, the same to its readers whatever it was written in.
+"""The content of a configuration, independent of its format: YAML, TOML, JSON or a mapping.
 
 A document is a tree of mappings, lists, texts and numbers. Its values are those of its parser; only
 the document itself looks into them.
@@ -28,11 +28,11 @@ class Item(NamedTuple):
     """A name of a mapping, and what it names."""
 
     name: str | None
-    """None for a key that is no text."""
+    """The key; None for a key that is no text."""
     value: Any
-    """Of the document."""
+    """The value that the name has in the document."""
     span: Span | None = None
-    """Of the name."""
+    """Place of the name in the file."""
 
 
 class Text(NamedTuple):
@@ -42,7 +42,7 @@ class Text(NamedTuple):
     first_line: int = 1
     """Line of the file where it begins, where that is known."""
     written: Span | None = None
-    """Where it stands in the file, with quotes, escapes and indentation, where that is known."""
+    """Its place in the file, with quotes, escapes and indentation, where that is known."""
 
 
 class DocumentMapping(list[tuple[str, Any]]):
@@ -50,7 +50,7 @@ class DocumentMapping(list[tuple[str, Any]]):
 
 
 class Unusable(NamedTuple):
-    """Stands for a value that no program can use, and says why once somebody reads it."""
+    """A value that no program can use, with the error to raise once it is read."""
 
     message: str
     hint: str | None = None
@@ -60,12 +60,12 @@ class Document(ABC):
     """One configuration, with all that may stand around it."""
 
     name: str
-    """What errors call it: its file."""
+    """The document's name in errors: its file."""
     file: str | None
     """Path of the file; None for a mapping."""
     root: Any
     has_lines: bool
-    """Whether it is known where its texts stand in the file."""
+    """True if the places of its texts in the file are known."""
 
     @abstractmethod
     def items(self, value: Any) -> list[Item] | None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 KEYS = ("program", "params", "description")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
-"""Of a param, as the schema says."""
+"""Name of a param, as the schema says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class ConfigEntry:
     params: dict[str, Bound | Absent] = field(default_factory=dict)
     """Values to bind, which know where they stand; absent ones are null."""
     description: str | None = None
-    """What the file says of the program to people."""
+    """The file's description of the program, for people."""
     file: str | None = None
     """Path of the file, beside which imported files lie; None for a mapping."""
     written: Span | None = field(default=None, compare=False)
-    """Where the text stands in the file, as :attr:`.documents.Text.written` says."""
+    """Place of the text in the file; see :attr:`.documents.Text.written`."""
 
     @property
     def source(self) -> Source:
@@ -70,7 +70,7 @@ def read_entries(document: Document, place: DocumentPlace) -> list[ConfigEntry]:
 def read_right_entries(
     document: Document, place: DocumentPlace
 ) -> tuple[list[ConfigEntry], list[AttnDSLError]]:
-    """The programs at ``place`` that are of the form, and what is wrong with the other entries.
+    """The programs at ``place`` that are of the form, and the errors of the other entries.
 
     Raises:
         ConfigError: Nothing there is of the form, or there is too much.
@@ -110,7 +110,7 @@ def _refuse_one_program(document: Document, items: list[Item], where: str) -> No
 
 
 class _FormReader:
-    """Goes through entries, and keeps what is wrong with them."""
+    """Reader of entries, which collects their errors."""
 
     def __init__(self, document: Document, parts: tuple[str, ...]) -> None:
         self.document = document
@@ -125,7 +125,7 @@ class _FormReader:
         return len(self.errors) >= MAX_ERRORS
 
     def take(self, item: Item) -> None:
-        """Keep an entry, or what is wrong with it."""
+        """Keep an entry, or its error."""
         before = len(self.errors)
         try:
             entry = self._entry(item)

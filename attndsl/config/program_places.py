@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _LIKE_PROGRAM = re.compile(
     r"\bkv\b|^\s*\w+\(|\b(?:q|score)\s*[-+*/%<>=!]|\b(?:mask|weights|sink)\s*="
 )
-"""What texts of programs have, and few others."""
+"""Pattern that texts of programs contain, and few others."""
 _SPEAKS_OF_PROGRAMS = re.compile(r"\bprogram\b[\"']?\s*[:=]|\bkv\b")
-"""The same of a file that cannot be parsed."""
+"""Pattern that a file with programs contains, for files that cannot be parsed."""
 _LIKENESS = 0.8
 _MAX_DEPTH = 8
-"""Of places that are looked for."""
+"""The most keys on the path of a place that is looked for."""
 _MAX_LOOKS = 2000
 """Mappings and lists that are looked into for places."""
 
@@ -55,7 +55,7 @@ def holds_programs(document: Document, place: DocumentPlace) -> bool:
 
 
 def surely_holds_programs(document: Document, place: DocumentPlace) -> bool:
-    """Return True if the mapping at ``place`` can hardly be of other software, right or wrong.
+    """Return True if the mapping at ``place`` is almost surely not of other software.
 
     It has programs under ``program``, or all its entries are texts that look like programs.
     """

@@ -59,7 +59,7 @@ def read_yaml(text: str, name: str, all_programs: bool) -> YamlDocument:
 
 
 class _Composer(yaml.SafeLoader):
-    """Makes nodes, and refuses too many and too deep ones before they are there."""
+    """Composer of nodes that refuses too many and too deep ones before it makes them."""
 
     def __init__(self, source: Source, all_programs: bool) -> None:
         super().__init__(source.text)
@@ -102,7 +102,7 @@ class YamlDocument(Document):
         self._merges = 0
 
     def items(self, value: Any) -> list[Item] | None:
-        """The items, with those that merge keys bring first; a name's own item comes before these.
+        """The items, those of merge keys first; a name's own item overrides that of a merge key.
 
         Raises:
             ConfigError: A merge key does not name mappings, or brings too many.

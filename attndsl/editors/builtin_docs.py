@@ -18,13 +18,13 @@ class Meaning(NamedTuple):
     name: str
     kind: Kind
     form: str
-    """How it is written."""
+    """The syntax of its use."""
     said: str
-    """In one sentence or two."""
+    """Its meaning, in one sentence or two."""
     definition: str = ""
-    """Of a prelude function."""
+    """Definition of a prelude function."""
     parameters: tuple[str, ...] = ()
-    """Of a function; those of built-in ones have no names in calls."""
+    """Parameters of a function; those of built-in ones have no names in calls."""
 
 
 _WORDS = {

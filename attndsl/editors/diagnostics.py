@@ -1,4 +1,4 @@
-"""Problems of a file: errors, and text that hardly means what it says, at their places in the file.
+"""Problems of a file at their places: errors, and warnings about probably unintended text.
 
 Non-goals: what calls get wrong; programs of files other than the one that is open.
 """
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from .embedded_programs import EmbeddedProgram
 
 MOST_SECONDS = 2.0
-"""For all programs of a file; those after that are left for the command line."""
+"""Time for all programs of a file; those after that are left for the command line."""
 _MOST = 500
 """Errors of a file."""
 _COLUMN = 80
 _BOUND = "<param> "
-"""Before the names of params that a configuration binds, in place of the names of files."""
+"""Prefix of the names of params that a configuration binds, in place of the names of files."""
 
 
 class Level(Enum):
@@ -40,9 +40,9 @@ class Level(Enum):
 
     ERROR = "error"
     WARNING = "warning"
-    """The program is correct, and hardly means this."""
+    """The program is valid but probably unintended."""
     REMARK = "remark"
-    """About the check itself."""
+    """A remark about the check itself."""
 
 
 class FileProblem(NamedTuple):
@@ -51,11 +51,11 @@ class FileProblem(NamedTuple):
     start: int
     end: int
     message: str
-    """With the hint in a line of its own."""
+    """The message, with the hint on a line of its own."""
     kind: str
     """Name of the error's class."""
     elsewhere: Span | None = None
-    """Where it is, if that is another file, which this one imports."""
+    """Its place, if that is in another file, which this one imports."""
     level: Level = Level.ERROR
 
 
@@ -111,7 +111,7 @@ def _without_frames(error: AttnDSLError) -> AttnDSLError:
 
 
 _remembered = memoised("problems of programs by source, declared", 2048)(_check)
-"""As :func:`_check`: a change of one program in a file leaves the others as they are."""
+"""Memoised :func:`_check`: a change of one program in a file leaves the others as they are."""
 
 
 def _told(error: AttnDSLError, where: str = "") -> str:

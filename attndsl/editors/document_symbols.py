@@ -23,7 +23,7 @@ class DocumentSymbol(NamedTuple):
     kind: str
     start: int
     end: int
-    """Of the whole, in the file."""
+    """End of the whole statement or program, in the file."""
     children: tuple[DocumentSymbol, ...] = ()
 
 

@@ -68,7 +68,7 @@ class EmbeddedProgram(NamedTuple):
     source: Source
     declared: Mapping[str, Declared]
     places: tuple[int, ...] | None = None
-    """Where each character stands in the file, and where the last one ends; None where the program
+    """Offset in the file of each character, and of the end of the last one; None where the program
     is the file."""
 
     def in_file(self, start: int, end: int) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class Found(NamedTuple):
 
     programs: tuple[EmbeddedProgram, ...]
     errors: tuple[AttnDSLError, ...] = ()
-    """Of the file itself: it is no YAML, or an entry is not of the form."""
+    """Errors of the file itself: it is no YAML, or an entry is not of the form."""
 
 
 @memoised("programs in files", 8)
@@ -199,7 +199,7 @@ def _at_home(source: Source) -> Source:
 
 
 def _literals(text: str, suffix: str) -> Iterator[tuple[int, int, str]]:
-    """The strings of a JSON or TOML text: where they stand, and what they say."""
+    """Place and value of each string in a JSON or TOML text."""
     is_json = suffix == ".json"
     for found in (_JSON_TEXT if is_json else _TOML_TEXT).finditer(text):
         written = found[1]
@@ -213,7 +213,7 @@ def _literals(text: str, suffix: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _align(text: str, whole: str, start: int, end: int) -> tuple[int, ...]:
-    """For each character of ``text``, and for its end, where ``whole[start:end]`` writes it.
+    """Offset in ``whole`` of each character of ``text`` and of its end, within ``start:end``.
 
     Quotes, indentation, line ends that a folded text has as blanks, and escapes are passed over.
     Where a character is not found, it and those after it are said to be where the search ended.

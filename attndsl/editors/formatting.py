@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"[|][+-]?[ \t]*(?:#[^\n]*)?\n(?=( +)\S)")
 
 
 class Edit(NamedTuple):
-    """A part of a file, and what is to stand there."""
+    """A range of a file, and the text to put there."""
 
     start: int
     end: int

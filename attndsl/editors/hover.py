@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .embedded_programs import EmbeddedProgram as FileProgram
 
 _MOST_NODES = 300
-"""Of a score whose derivative is shown."""
+"""The most nodes of a score whose derivative is shown."""
 _MOST_SHOWN = 600
 """Characters of a text or a derivative that is shown."""
 _ORDER = ("b", "h", "q", "kv", "score")
@@ -49,7 +49,7 @@ class Binding(NamedTuple):
     kind: str
     """``param``, ``tensor``, ``function``, ``local``, ``size`` or ``parameter``."""
     span: Span
-    """Of the name, where it is bound."""
+    """Place of the name where it is bound."""
     statement: s.Statement
 
 
@@ -58,7 +58,7 @@ class Definition(NamedTuple):
 
     path: str
     text: str | None
-    """Of the file, if it is known already; None for the file that is open."""
+    """Text of the file, if it is known already; None for the file that is open."""
     start: int
     end: int
 

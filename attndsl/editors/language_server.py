@@ -98,7 +98,7 @@ class _Protocol(LanguageServerProtocol):
     """The protocol of pygls, which answers requests that it cannot read."""
 
     def structure_message(self, data: dict[str, Any]) -> Any:
-        """The content of a message; whoever asked is told where it has none."""
+        """The content of a message; a request without content gets an error as its answer."""
         try:
             return super().structure_message(data)
         except JsonRpcException as error:
@@ -171,7 +171,7 @@ class AttnServer(LanguageServer):
         self.text_document_publish_diagnostics(t.PublishDiagnosticsParams(uri, []))
 
     def shutdown(self) -> None:
-        """End, without waiting for what is still being looked at."""
+        """End without waiting for checks that are still running."""
         self.checks.shutdown(wait=False, cancel_futures=True)
         self.answers.shutdown(wait=False, cancel_futures=True)
         super().shutdown()  # type: ignore[no-untyped-call]

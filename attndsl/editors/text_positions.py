@@ -30,9 +30,9 @@ class TextPositions:
 
     text: str
     starts: tuple[int, ...]
-    """Where each line begins."""
+    """Offset at which each line begins."""
     encoding: str = "utf-16"
-    """Whose units count: ``utf-8``, ``utf-16`` or ``utf-32``."""
+    """Encoding whose units count: ``utf-8``, ``utf-16`` or ``utf-32``."""
 
     def point(self, offset: int) -> Point:
         """The place of a character of the text."""

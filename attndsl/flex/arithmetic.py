@@ -66,7 +66,7 @@ def boolean(value: Value) -> Node:
 
 
 def join(a: Value, b: Value) -> tuple[Node, Node]:
-    """Both in the higher of their types."""
+    """``a`` and ``b`` in the higher of their types."""
     x, y = lift(a), lift(b)
     dtype = max(x.dtype, y.dtype, key=_RANK.__getitem__)
     return to(x, dtype), to(y, dtype)

@@ -41,7 +41,7 @@ _FIELDS = tuple(
 )
 """All attributes of torch's masks."""
 _SEPARATES = "separate_full_blocks" in inspect.signature(torch_blocks).parameters
-"""Whether torch's function knows the argument: with torch 2.11 it does not."""
+"""True if torch's function knows the argument: with torch 2.11 it does not."""
 
 
 class BlockMask(TorchBlockMask):
@@ -53,9 +53,9 @@ class BlockMask(TorchBlockMask):
     """
 
     by_mask: bool = False
-    """Whether the blocks were derived from ``mask_mod``, and both are as they were then."""
+    """True if the blocks were derived from ``mask_mod``, and neither has changed since."""
     varies: tuple[bool, bool] = (True, True)
-    """Whether the mask varies with the batch entry, and with the head."""
+    """Flags for batch entries and for heads: True if the mask varies with them."""
     tiles: TileMap | None = None
     """The blocks as calls of :class:`attndsl.Attention` take them, where they have use for them."""
 
@@ -261,7 +261,7 @@ def _create(
 
 
 def _may_search(device: torch.device, captures: Iterable[Any]) -> bool:
-    """Tell whether values, of captures and of what is made of them, may be looked at for blocks."""
+    """Return True if blocks may be found by evaluating the mask on the values of captures."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
     made = torch.empty(0, device=device)

@@ -81,7 +81,7 @@ _UNCHANGING = {
     for value in (getattr(owner, name, None) for name in ATTRIBUTES)
     if callable(value)
 } | {id(value): value for value in (*_MODULES, *BUILTINS.values())}
-"""By id, and held, so that nothing else has it."""
+"""Functions, types and modules by id; held, so that no other object gets the id."""
 _READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"})
 _UNSEEN = frozenset(
     {"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE", "LOAD_BUILD_CLASS", "MATCH_CLASS"}
@@ -90,7 +90,7 @@ _UNSEEN = frozenset(
 
 
 def is_unchanging(value: object) -> bool:
-    """Tell whether ``value`` is a library's function, type or module of those that are known."""
+    """Return True if ``value`` is a known library's function, type or module."""
     return id(value) in _UNCHANGING
 
 

@@ -43,9 +43,9 @@ class ClosureReach:
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Each once."""
     numbers: list[int | float] = field(default_factory=list)
-    """At each place once."""
+    """Numbers, one for each place."""
     names: dict[int, str] = field(default_factory=dict)
-    """What the user calls tensors, by id."""
+    """The user's names of tensors, by id."""
     number_names: list[str] = field(default_factory=list)
     opaque: bool = False
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attndsl.passes.int_ranges import Range
 
 _NAME = "<traced>"
-"""What errors call a traced program."""
+"""Name of a traced program in errors."""
 
 
 @memoised("programs of traced functions", 512)

@@ -35,8 +35,8 @@ _MARKS = _RESULTS + 2 + len(_PAIR)
 one for each other tensor of the call."""
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""The call that a trace comes to. It takes the trace, query, key, value, a tuple of the call's
-other tensors, and the operator's options. It gives output, log-sum-exp and largest scores."""
+"""The call that a trace stands for. It takes the trace, query, key, value, a tuple of the call's
+other tensors, and the operator's options. It returns output, log-sum-exp and largest scores."""
 
 
 def _decompose(
@@ -47,7 +47,7 @@ def _decompose(
     others: int,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """The call that a graph of both functions comes to, and stand-ins for the graph's results."""
+    """Make the call that a graph of both functions stands for, and stand-ins for its results."""
     holders = [item for item in graph.graph.nodes if item.op == "placeholder"]
     results = graph.graph.output_node().args[0]
     # Dynamo orders inputs as it likes, and adds sizes to them: results say which is which.
@@ -118,7 +118,7 @@ def _own_name(holder: str) -> str:
 
 
 class PairInGraph(BaseHOP):
-    """Both functions on one pair, as a graph, with query, key, value and other tensors."""
+    """Operator of both functions on one pair, as a graph, with all tensors of a call."""
 
     def __init__(self, name: str, attend: Attend) -> None:
         super().__init__(name)

@@ -13,7 +13,7 @@ from attndsl.call.argument_checks import FLOATS
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, counted
 
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
-"""What torch's own option ``BACKEND`` may say."""
+"""Values of torch's own option ``BACKEND``."""
 _TORCH_OPTIONS = frozenset(
     {
         "num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2",

@@ -43,7 +43,7 @@ INSTEAD = {
     "stack": _CHOICE, "cat": _CHOICE, "concat": _CHOICE, "bucketize": _BUCKETS,
     "searchsorted": _BUCKETS, "isin": "pass a captured tensor of one dim to search in",
 }  # fmt: skip
-"""What to write in place of functions that the language has no counterpart of."""
+"""Advice on functions that the language has no counterpart of: the code to write instead."""
 RANDOM = frozenset(
     {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "normal",
      "dropout", "uniform", "multinomial", "randperm", "poisson", "exponential"}

@@ -1,4 +1,4 @@
-"""Traces by what their functions reach, so that a call with other tensors traces nothing.
+"""Cache of traces, keyed by the closure of a function but for the values of its tensors.
 
 A number in a closure is a constant of the program at first, which is what masks are analysed best
 with. Once it has had more than a few values it becomes a run-time param, if the function can be
@@ -39,7 +39,7 @@ Source = tuple[str, str, object]
 @dataclass(frozen=True, slots=True)
 class _Stored:
     trace: Trace
-    """Without captures."""
+    """The trace without captures."""
     sources: tuple[Source, ...]
 
     def bound(self, found: ClosureReach) -> Trace:
@@ -61,7 +61,7 @@ class _Family:
     """Closures that differ by their numbers and tensors only."""
 
     values: tuple[set[object], ...]
-    """What each number has been, up to one more than ``_CONSTANTS``."""
+    """Values that each number has had, up to one more than ``_CONSTANTS``."""
     varying: set[int] = field(default_factory=set)
     """Places of numbers that are params."""
     fixed: set[int] = field(default_factory=set)

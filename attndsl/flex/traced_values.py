@@ -198,7 +198,7 @@ class CaptureView(Traced):
         self.indices = indices
         """One a dim of the tensor; None where it is not indexed yet."""
         self.casts = casts
-        """Applied in turn to what is looked up."""
+        """Casts of the element, applied in turn."""
 
     @property
     def shape(self) -> torch.Size:

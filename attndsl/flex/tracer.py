@@ -1,4 +1,4 @@
-"""Runs a user's function on traced values, and takes in what it captures.
+"""Tracer: runs a user's function on traced values, and collects its captured tensors.
 
 While it runs, a ``TorchFunctionMode`` sees every torch function, so that ``table[h]`` of a real
 tensor and a traced index comes here too. What has no traced operand is computed as it stands: a
@@ -65,7 +65,7 @@ class TracedCapture:
     name: str
     tensor: torch.Tensor
     made: bool
-    """Whether the function made it itself, of nothing but numbers."""
+    """True if the function made it itself, of nothing but numbers."""
 
 
 @dataclass(slots=True)
@@ -80,9 +80,9 @@ class Tracer:
     """A free name for a captured tensor."""
     captures: dict[int, TracedCapture] = field(default_factory=dict)
     lengths_used: bool = False
-    """Whether the program would be another one at other lengths."""
+    """True if other lengths would give another program."""
     in_graph: bool = False
-    """Whether the function is a graph of Dynamo's, in which a number may be a tensor's ``item``."""
+    """True if the function is a graph of Dynamo's, in which a number may be a tensor's ``item``."""
     made: dict[int, torch.Tensor] = field(default_factory=dict)
     """Tensors that the function made of numbers, by id; kept, so that ids stay theirs."""
     derived: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -36,7 +36,7 @@ _KEYWORDS = {
                    Attention.source, Attention.warmup, Attention.to_flex)
     for name in inspect.signature(method).parameters
 }  # fmt: skip
-"""What captures, which are keywords too, cannot be called."""
+"""Names of arguments of calls, which captures, being keywords too, cannot have."""
 _WORDS = {"mask", "sink", "weights", "softmax", "dropout", "param", "tensor"}
 _RESERVED = ALWAYS | NAMES | _WORDS | _KEYWORDS
 _PAIR = tuple(var(name) for name in ("b", "h", "q", "kv"))
@@ -51,9 +51,9 @@ class Trace:
     captures: Mapping[str, torch.Tensor | int | float]
     """Values of its tensors and params: keywords of a call of the compiled program."""
     stable: bool = field(default=True, repr=False)
-    """Whether an equal closure with other tensors would give this text again."""
+    """True if an equal closure with other tensors would give this text again."""
     lengths_used: bool = field(default=False, repr=False)
-    """Whether the text depends on the lengths that it was traced for."""
+    """True if the text depends on the lengths that it was traced for."""
     numbers: Mapping[str, int] = field(default_factory=dict, repr=False)
     """Params that were numbers: their places in what the functions reach."""
     makes: bool = field(default=False, repr=False)

@@ -80,7 +80,7 @@ class Owner:
             self._caches.add(cache)
 
     def at_fork(self, holder: HoldsLock) -> None:
-        """Have what is no cache make its locks anew in forked processes, too."""
+        """Have a holder of locks that is no cache make its locks anew in forked processes, too."""
         with self._lock:
             self._holders.add(holder)
 
@@ -201,7 +201,7 @@ class BoundedCache(Generic[Value]):
         self._lock = threading.Lock()
 
     def values(self) -> list[Value]:
-        """All values, those that are used last standing last."""
+        """All values, the most recently used ones last."""
         return [*self._older.values(), *self.recent.values()]
 
     def __len__(self) -> int:

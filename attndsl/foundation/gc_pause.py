@@ -1,4 +1,4 @@
-"""Imports and other work that makes no garbage, without looking for any.
+"""Pause of the garbage collector during imports and other work that makes no garbage.
 
 Python looks through all objects when many new ones have come to stay. After ``import torch`` that
 is a million, and takes 0.1 to 0.2 s each time: see M59 in docs/measured.md.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Within this block Python does not look for garbage; behind it, it does what it did before."""
+    """Context in which the garbage collector is off; afterwards it is as it was."""
     if not gc.isenabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""The log ``attndsl``: what is compiled, what is cached, which kernels run and why not others.
+"""The logger ``attndsl``: compilation, caching, and the choice of kernels with its reasons.
 
 ``ATTNDSL_LOG`` prints it on stderr. Programs that set up :mod:`logging` themselves need no
 variable: the logger is an ordinary one.
@@ -19,7 +19,7 @@ _TIME = "%H:%M:%S"
 
 
 class _Plain(logging.Handler):
-    """Lines on stderr, unless somebody else prints the log: the root logger has handlers then."""
+    """Handler that prints lines on stderr, unless the root logger has handlers of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or sys.stderr is None:

@@ -1,4 +1,4 @@
-"""Numbers as users have them: written, of Python, of numpy, and whole floats for ints; and as keys.
+"""Conversion of users' numbers: text, Python's, numpy's, whole floats for ints; and their keys.
 
 Numpy is never imported: where it has not been, there are no numbers of it. Torch is none of this
 module's business, and its 0-d tensors are no numbers here.
@@ -12,7 +12,7 @@ from numbers import Integral, Real
 
 _PLAIN = frozenset({bool, int, float})
 _LONGEST = 400
-"""Characters of a number that somebody writes."""
+"""The most characters of a number in a text."""
 
 
 def as_number(value: object) -> bool | int | float | None:

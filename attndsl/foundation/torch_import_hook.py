@@ -1,4 +1,4 @@
-"""Makes the operators known to torch as soon as there is torch.
+"""Import hook that registers the operators with torch as soon as torch is imported.
 
 ``torch.export.load`` and other readers of saved graphs look operators up by name, in processes that
 may have done nothing but ``import attndsl``, which is light: it does not import torch. So where

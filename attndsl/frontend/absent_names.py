@@ -1,8 +1,8 @@
-"""Expressions that read a name which is absent: what is left of them, by a rule for each place.
+"""Simplification of expressions that read an absent capture, by a rule for each place.
 
-A name is absent if a call leaves out a capture that is declared with ``= none``. What reads it is
-gone. A sum, a conjunction and the score go on without what is gone. Everywhere else it is an error
-where more than one meaning is possible, so that no number changes without a word
+A name is absent if a call leaves out a capture that is declared with ``= none``. An expression that
+reads it is gone. A sum, a conjunction and the score go on without it. Everywhere else it is an
+error if more than one meaning is possible, so that no number changes without a word
 (docs/language.md, "Optional captures").
 
 Non-goals: types; the program in which nothing is absent is checked for them.
@@ -41,9 +41,9 @@ class Gone:
     sizes: frozenset[str] = frozenset()
     """Sizes that it reads and that absent tensors alone have."""
     kept: Node | None = None
-    """What the expression reads of the score, which stays if the expression goes."""
+    """The part of the expression that reads the score, which stays if the expression goes."""
     others: bool = False
-    """Whether positions or sizes go with it, as those of ``c * (q - kv)`` do."""
+    """True if positions or sizes go with it, as those of ``c * (q - kv)`` do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def unary(op: str, operand: Part, at: Span, place: OperandPlace) -> Part:
 
 
 def conjunction(a: Part, b: Part, spans: tuple[Span, Span], place: OperandPlace) -> Part:
-    """``a and b``: what is gone counts as true."""
+    """``a and b``; an absent operand counts as true."""
     if isinstance(a, Node) and isinstance(b, Node):
         return promotion.binary("and", a, b, spans, place.span)
     for operand, other in ((a, b), (b, a)):
@@ -265,7 +265,7 @@ def apply(
 
 
 def _sum(op: str, a: Part, b: Part, spans: tuple[Span, Span], place: OperandPlace) -> Part:
-    """A sum or difference: what is gone counts as 0, except for what it reads of the score."""
+    """A sum or difference; an absent operand counts as 0, except for its part of the score."""
     if isinstance(a, Gone) and isinstance(b, Gone):
         if op == "-" and b.kept is not None and a.kept is None:
             raise _unclear(b, "it is unclear whether the score is subtracted", place.span)

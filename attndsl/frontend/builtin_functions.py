@@ -22,7 +22,7 @@ FORMS = {
     "max": "max(x, y)", "dot": "dot(u[b, h, q, :], w[b, hkv, kv, :])",
     "given": "given(x)", "softmax": "softmax(score)", "dropout": "dropout(softmax(score), 0.1)",
 }  # fmt: skip
-"""How those functions are called that are not of one number ``x``."""
+"""Example calls of the functions that do not take one number ``x``."""
 REDUCTIONS = frozenset(
     {
         "sum", "mean", "cumsum", "cumprod", "prod", "amax", "amin", "argmax", "argmin", "any",

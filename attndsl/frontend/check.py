@@ -96,7 +96,7 @@ class KnownValues(NamedTuple):
     parts: Mapping[str, Node]
     """Mask, sink and weights."""
     lines: tuple[ir.Line, ...]
-    """What the score is after each of its lines, in order."""
+    """The score after each of its lines, in order."""
 
 
 def values_of(tree: s.Tree, declared: Mapping[str, Declared]) -> KnownValues:
@@ -571,7 +571,7 @@ class _Checker:
         return value
 
     def _check_early(self) -> None:
-        """In weights the score is the final one; a name that read another would be read wrongly."""
+        """Refuse names in weights that read an earlier score: there the score is the final one."""
         if self.scope.score is ir.SCORE:
             return
         for name, span in self.scope.early:

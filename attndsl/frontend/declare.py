@@ -28,9 +28,9 @@ class Bound:
 
     value: bool | int | float = field(compare=False)
     origin: str = field(default=GIVEN, compare=False)
-    """Who binds the name, for errors."""
+    """Predicate that follows the name in errors, such as :data:`GIVEN`."""
     span: Span | None = field(default=None, compare=False)
-    """Where a file says so."""
+    """Place in a file that binds the name, if one does."""
     key: object = field(init=False, repr=False)
     """The key under which equal values meet."""
 
@@ -43,9 +43,9 @@ class Absent:
     """A capture that the text declares with ``= none`` and that is not there."""
 
     origin: str = field(default=GIVEN, compare=False)
-    """Who leaves it out, for errors."""
+    """Predicate that follows the name in errors, as that of :class:`Bound`."""
     span: Span | None = field(default=None, compare=False)
-    """Where a file says so."""
+    """Place in a file that leaves the name out, if one does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ class Draft(NamedTuple):
     """Statements and known values of a text that may have errors."""
 
     statements: tuple[s.Statement, ...]
-    """Those that parse, with those of imported files. Their spans are where they were written."""
+    """Statements that parse, with those of imported files. Each span points to where it was
+    written."""
     values: KnownValues
 
 

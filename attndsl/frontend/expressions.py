@@ -54,7 +54,7 @@ class Scope:
     """Params, tensors, sizes and locals; None for a name whose definition has an error."""
     definitions: Mapping[str, s.Define]
     lines: Mapping[str, Span]
-    """Where each local name stands in the text, those of later lines too."""
+    """Place of each local name in the text, those of later lines too."""
     wanted: Wanted
     """Uses of undeclared names."""
     score: Node | None = ir.SCORE
@@ -64,14 +64,14 @@ class Scope:
     used: set[str] = field(default_factory=set)
     """Names that were looked up."""
     in_weights: bool = False
-    """Whether ``score`` is the final one here, which no name before can have read."""
+    """True if ``score`` is the final one here, which no name before can have read."""
     early: list[tuple[str, Span]] = field(default_factory=list)
     """Names that weights mention, and that read the score as it was before."""
     optional: set[str] = field(default_factory=set)
-    """Captures that may be absent, which :data:`.absent_names.NAME` asks for."""
+    """Captures that may be absent; :data:`.absent_names.NAME` tests these."""
     lacking: bool = False
-    """Whether some are. What conditions then leave out is not read, as it may have no meaning; the
-    program in which all are there is checked as a whole."""
+    """True if some captures are absent. Code that conditions then leave out is not read, as it may
+    have no meaning; the program in which all are there is checked as a whole."""
 
 
 class Inliner:
@@ -87,7 +87,7 @@ class Inliner:
         self._frames: list[dict[str, Value | None]] = []
 
     def node(self, expr: s.Expr, what: str = "what stands here") -> Node | None:
-        """The IR of ``expr``, or None where it has errors, such as reading what is absent."""
+        """The IR of ``expr``, or None where it has errors, such as reading an absent name."""
         part = self.part(expr)
         if not absent_names.lacks(part):
             return part  # type: ignore[return-value]

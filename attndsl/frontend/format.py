@@ -117,7 +117,7 @@ def _space(before: _Seen, kind: str, in_brackets: bool) -> bool:
 
 
 def _squeeze(lines: list[str]) -> str:
-    """At most one blank line in a row, none at the ends."""
+    """Join lines with at most one blank line in a row, and none at the ends."""
     kept: list[str] = []
     for line in lines:
         if line or (kept and kept[-1]):

@@ -41,9 +41,9 @@ class JoinPart:
     text: str
     """Checked, with all its imports."""
     declared: Mapping[str, Declared]
-    """What its caller declared."""
+    """Declarations of its caller."""
     sink: bool = True
-    """Whether its sink stays."""
+    """True if its sink stays."""
     prefix: str = ""
     """Put before the names of its params, tensors and dims."""
 
@@ -55,7 +55,7 @@ class Joined:
     text: str
     """All of it: nothing need be declared beside it."""
     names: tuple[Mapping[str, str], ...]
-    """For each program: what its params and tensors are called here."""
+    """New names of each program's params and tensors."""
 
 
 def join_texts(parts: Sequence[JoinPart], share: Collection[str]) -> Joined:
@@ -103,18 +103,18 @@ class _RenamedProgram:
     """A program, and what its names are to be called."""
 
     number: int
-    """As errors count: from 1."""
+    """Number of the program in errors, from 1."""
     part: JoinPart
     source: Source
-    """With all declarations in its text, but for params with a value."""
+    """The text with all its declarations, except for params with a value."""
     tree: s.Tree
     spans: Sequence[Span]
-    """Of its statements."""
+    """Spans of its statements."""
     names: ProgramNames
     bound: Mapping[str, Bound]
     """Params that have a value for good."""
     values: dict[str, str] = field(default_factory=dict)
-    """What stands in place of a name: another name, or the value of a param."""
+    """Replacement of each name: another name, or the value of a param."""
     functions: dict[str, str] = field(default_factory=dict)
 
 
@@ -269,7 +269,7 @@ def _fresh(name: str, number: int, everywhere: Collection[str]) -> str:
 
 
 Edit = tuple[int, int, str]
-"""From where, to where, and what is to stand there."""
+"""Start, end and new text of a range."""
 
 
 def _declaration(program: _RenamedProgram, name: str) -> str:

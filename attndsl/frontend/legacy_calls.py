@@ -52,7 +52,7 @@ class Former(NamedTuple):
     """The calls of version 0.1 in a program."""
 
     calls: Mapping[int, tuple[s.FunctionCall, ...]]
-    """Those of each statement, by its number, in the order of the text."""
+    """Calls of each statement, by its number, in the order of the text."""
     unclear: tuple[s.FunctionCall, ...]
     """Biases that may be of either version, in a program that has calls of 0.1."""
 

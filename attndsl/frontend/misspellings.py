@@ -16,7 +16,7 @@ _SHORTEST = 4
 _LONG = 8
 """Letters from which a name may have more than one."""
 _LIKE = 0.85
-"""How like such a name another must be, from 0 to 1."""
+"""Least likeness of a name to the one it may be a slip of, from 0 to 1."""
 _SHOWN = 100
 """Letters of a name that are compared."""
 

@@ -60,7 +60,7 @@ def homeless(statement: s.Import) -> ConfigError:
 
 
 class _ImportReader:
-    """Reads the files that one program imports."""
+    """Reader of the files that one program imports."""
 
     def __init__(self, source: Source) -> None:
         self.errors: list[AttnDSLError] = []

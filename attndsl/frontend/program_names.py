@@ -26,7 +26,7 @@ class ProgramNames:
     """The names of a program."""
 
     captures: Mapping[str, s.ParamDef | s.TensorDef]
-    """What a call gives, by their declarations."""
+    """Declarations of the params and tensors that a call gives, by name."""
     dims: tuple[str, ...]
     """Sizes that tensors introduce."""
     locals: tuple[str, ...]

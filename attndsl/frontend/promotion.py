@@ -39,7 +39,7 @@ def as_float(operand: Node) -> Node:
 
 
 def unify(a: Node, b: Node) -> tuple[Node, Node]:
-    """Both as floats if one is a float and the other an int; otherwise unchanged."""
+    """``a`` and ``b`` as floats if one is a float and the other an int; otherwise unchanged."""
     if {a.dtype, b.dtype} == {DType.INT, DType.FLOAT}:
         return as_float(a), as_float(b)
     return a, b

@@ -22,7 +22,7 @@ CONSTANTS: dict[str, Node] = {
 ALWAYS = frozenset({*ir.VARS, *ir.SIZES, ir.TOKEN, ir.TOKENS, *CONSTANTS, "score"})
 """Names that stand for a value. A line may say what ``score`` is; none of the others is bound."""
 TARGETS = frozenset({"mask", "score", "sink", "weights"})
-"""What a statement gives the program, rather than a name of its own."""
+"""Parts of the program that a statement sets, rather than a name of its own."""
 WORDS = frozenset({"import", "param", "tensor", "def", "if", "else", "and", "or", "not", "none"})
 """Names that the grammar has for itself."""
 

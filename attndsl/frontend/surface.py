@@ -82,7 +82,7 @@ class FunctionCall:
     args: tuple[Expr, ...]
     span: Span
     keywords: tuple[Keyword, ...] = ()
-    """Those with a name, which stand behind the others."""
+    """Named arguments, which stand behind the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Import:
     """``import "FILE"``."""
 
     file: str
-    """As written, without quotes."""
+    """Path as written, without quotes."""
     span: Span
 
 
@@ -208,7 +208,7 @@ class ParamDef:
     default: Expr | None
     span: Span
     optional: bool = False
-    """Whether calls may leave it out, and nothing stands in its place: ``= none``."""
+    """True if calls may leave it out, and nothing stands in its place: ``= none``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class TensorDef:
     dtype: Name
     span: Span
     optional: bool = False
-    """Whether calls may leave it out."""
+    """True if calls may leave it out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ Types = dict[str, DType | None]
 
 
 class Wanted:
-    """Uses of the undeclared names of a program, read when somebody first asks."""
+    """Uses of the undeclared names of a program, read at the first question."""
 
     def __init__(self, statements: Sequence[s.Statement], declared: Mapping[str, Declared]) -> None:
         self._statements = statements

@@ -1,4 +1,4 @@
-"""Texts of version 0.1 as texts of today: calls that read the score are told of it.
+"""Upgrade of texts of version 0.1: calls that read the score get it as an argument.
 
 Nothing else of a text changes, so comments and layout stay, and a text of today is left alone.
 """
@@ -20,7 +20,7 @@ class Upgrade(NamedTuple):
     """The insertions that make a program one of today."""
 
     insertions: tuple[Insertion, ...]
-    """In its own text and in those of files that it imports."""
+    """Insertions in its own text and in those of files that it imports."""
     sources: tuple[Source, ...]
     """These texts, those without insertions too."""
 

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 _MISSING: Any = object()
 _FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
-"""How callers of FlashAttention say where packed sequences begin."""
+"""Arguments in which callers of FlashAttention say where packed sequences begin."""
 _CHOSEN = ("indices", "block_indices")
-"""How models say which keys their indexer chose, to all but transformers' own attentions."""
+"""Arguments in which models say which keys their indexer chose, to all but transformers' own
+attentions."""
 
 
 class ModelCall(NamedTuple):

@@ -127,7 +127,7 @@ class MaskArguments:
     """(batch, n) bool, whether each position has a token. If n is less than the number of keys,
     the other keys have none."""
     plain: bool
-    """Whether each query sees no key behind it, and nothing was added to the mask."""
+    """True if each query sees no key behind it, and nothing was added to the mask."""
     device: torch.device
 
     @property

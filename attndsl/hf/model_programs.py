@@ -17,7 +17,7 @@ from attndsl.program_join import join
 
 PREFIX = "hf_"
 MASK_PREFIX = "hf_mask_"
-"""What names of a traced mask begin with in the joined program."""
+"""Prefix of a traced mask's names in the joined program."""
 NO_MASK = ""
 CAUSAL = "mask = causal()"
 _ASKED = """

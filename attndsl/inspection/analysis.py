@@ -192,7 +192,7 @@ class Analysis(Compiled):
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block_size: int = 128,
         *, captures: Captures | None = None, **arguments: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """``(score_mod, block_mask)`` for torch's ``flex_attention``; None for what is not there.
+        """``(score_mod, block_mask)`` for torch's ``flex_attention``; None for a missing part.
 
         ``block_size`` is that of the block mask; other arguments are those of :meth:`tiles`.
 

@@ -28,11 +28,11 @@ class Param:
     dtype: str
     """``int``, ``float`` or ``bool``."""
     default: Scalar | torch.Tensor | None
-    """What calls use that give no value: a number of the text, or the 0-d tensor that ``compile``
-    got. None where each call must give a value."""
+    """Value for calls that give none: a number of the text, or the 0-d tensor that ``compile`` got.
+    None where each call must give a value."""
 
     optional: bool = field(default=False, repr=False)
-    """Whether calls may leave it out without a default, as ``= none`` declares."""
+    """True if calls may leave it out without a default, as ``= none`` declares."""
 
     @property
     def required(self) -> bool:
@@ -54,7 +54,7 @@ class Tensor:
     one."""
 
     optional: bool = field(default=False, repr=False)
-    """Whether calls may leave it out, as ``= none`` declares."""
+    """True if calls may leave it out, as ``= none`` declares."""
 
     @property
     def required(self) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
 MAX_BYTES = 1 << 30
-"""Of an array that is made without being asked for a larger one."""
+"""Limit of an array's bytes, unless the caller allows more."""
 _PAIRS_AT_ONCE = 1 << 22
 """Pairs that are evaluated together; programs have tens of values for each."""
 Choice = int | slice | None

@@ -60,7 +60,7 @@ def make_captures(
 
 @dataclass(frozen=True, slots=True)
 class MadeUp:
-    """Captures that are made up for a picture where nobody gave any."""
+    """Captures made up for a picture, in place of those that were not given."""
 
     tensors: Mapping[str, torch.Tensor]
     params: Mapping[str, bool | int | float]

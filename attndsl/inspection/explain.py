@@ -47,7 +47,7 @@ class Question:
     absent: tuple[str, ...] = ()
     """Captures that are not there, and that calls may give."""
     doubts: tuple[str, ...] = ()
-    """What a call of these lengths hardly can mean."""
+    """Warnings about a call of these lengths that is probably unintended."""
     verbose: bool = True
     """True for fast forms of functions, tiles of loops, and what runs higher derivatives, too."""
 
@@ -187,7 +187,7 @@ def _cost(
     tiles: TileCounts | None,
     refusal: str,
 ) -> list[str]:
-    """Lines on live tiles at these lengths and their cost, or the reason why nobody counts them.
+    """Lines on live tiles at these lengths and their cost, or the reason why these are unknown.
 
     Work counts two matrix products a visited tile forward, five backward in one pass and seven in
     two, of 2 * block_m * block_n * head_dim operations each.

@@ -1,4 +1,4 @@
-"""Share of a call's work that is left out, for counters of operations.
+"""Share of live tiles in a call's work, for ``FlopCounterMode``.
 
 FlexAttention's formula takes off the share of tiles that its block mask leaves out, and has tiles
 of 128 x 128 (``torch.utils.flop_counter``). So does this one, by the program's own tiles. It looks
@@ -43,14 +43,14 @@ class _WorkKey:
 
     spec: str
     shapes: tuple[tuple[int, ...], ...]
-    """Of q, k, v and the captured tensors."""
+    """Shapes of q, k, v and the captured tensors."""
     is_given: tuple[bool, ...]
     numbers: tuple[int | float, ...] = field(compare=False)
     """The params that are numbers: ints and bools, and behind them floats."""
     keys: tuple[object, ...]
     """The key of each of these."""
     ints: int
-    """How many ints and bools these are."""
+    """Number of ints and bools among these."""
     offsets: tuple[int, int]
     whole: tuple[int, ...]
     has_lengths: bool
@@ -114,7 +114,7 @@ def _share(asked: _WorkKey) -> tuple[int, int]:
 
 @memoised("sparsities of relaxed masks", 256)
 def _known_sparsity(program: Program, unknown: frozenset[str]) -> Sparsity:
-    """The sparsity of what is known of a mask."""
+    """The sparsity of a mask whose ``unknown`` captures may have any value."""
     mask = None if program.mask is None else relaxed(program.mask, unknown)
     known = analyse(replace(program, mask=mask))
     # Bounds alone: to evaluate tiles would take seconds.

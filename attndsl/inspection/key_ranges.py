@@ -1,4 +1,4 @@
-"""Keys that the rows of each tile of queries can see, and number of live tiles: never a map.
+"""Ranges of keys that each tile of queries can see, and numbers of live tiles, without a map.
 
 Where the mask has a closed form, so has this: memory is that of the rows of tiles. Otherwise some
 rows of tiles are looked at together. What is found is sound: no key that a row sees is left out.
@@ -43,11 +43,11 @@ class Reach:
     """(query tiles, ranges), the first tile of keys of each range, for all batch entries and heads
     together. Ranges may overlap or be empty."""
     stops: Ints
-    """As :attr:`starts`, the tile after the last."""
+    """(query tiles, ranges), the tile after the last one of each range."""
     work: Ints
     """(query tiles,) live tiles, added up over those batch entries and heads that differ."""
     maps: int
-    """How many batch entries and heads differ: :attr:`work` is that of so many."""
+    """Number of different maps over batch entries and heads: :attr:`work` is that of so many."""
     q_len: int
     kv_len: int
     block_m: int

@@ -1,4 +1,4 @@
-"""Keys that later queries can still see, for whoever manages a cache of keys."""
+"""Keys that later queries can still see, for managers of KV caches."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Retained:
     kv_len: int
     """Number of keys that were asked about."""
     exact: bool
-    """Whether some later query sees each of these keys. Otherwise the mask has a condition that
-    only the pair itself decides, and some keys may be here in vain."""
+    """True if some later query sees each of these keys. Otherwise the mask has a condition that
+    only the pair itself decides, and no query may need some of these keys."""
 
     def __len__(self) -> int:
         """Number of keys."""
@@ -67,7 +67,7 @@ class Retained:
         return tuple((~pages).nonzero().flatten().tolist())
 
     def __str__(self) -> str:
-        """For people: ``keys 0 to 3 and 976 to 999, 28 of 1000``."""
+        """Text for people, such as ``keys 0 to 3 and 976 to 999, 28 of 1000``."""
         told = [_told(each) for each in self.ranges[:_SHOWN]]
         if len(self.ranges) > _SHOWN:
             told.append(f"{len(self.ranges) - _SHOWN} more ranges")
@@ -84,7 +84,7 @@ def _told(keys: range) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RetentionQuery:
-    """A request whose keys are asked about."""
+    """A question for the keys that later queries may see."""
 
     next_q: int
     """Logical position of the next query."""

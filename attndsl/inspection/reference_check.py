@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
 
 MAX_BYTES = 8 << 30
-"""Of the reference, unless the caller allows more."""
+"""Limit of the reference's bytes, unless the caller allows more."""
 FACTORS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 10.0, torch.float64: 10.0}
-"""How much further than the reference in the same dtype the output may be from exact."""
+"""Allowed error of the output as a multiple of the error of the reference in the same dtype."""
 GRADIENT_FACTORS = {"out": 1.0, "lse": 1.0, "dq": 2.5, "dk": 4.0, "dv": 4.0}
 ROWS = frozenset({"out", "dq", "dk", "dv"})
 """Results whose last dim is a row."""
@@ -47,7 +47,7 @@ element may also be off by this many times the dtype's precision, n by n ** -0.5
 _FLOOR = 16 * torch.finfo(torch.float32).eps
 """Rounding of sums in fp32, exact in the reference by chance; of results of size 1."""
 _FLOOR_64 = 1024 * torch.finfo(torch.float64).eps
-"""The same in fp64, where the reference tells nothing of its own errors."""
+"""The same in fp64, where the reference gives no error of its own."""
 _HEADS = (
     "result", "shape", "max error", "of allowed", "relative", "reference", "mean error",
     "allowed mean",
@@ -65,12 +65,12 @@ class Check:
     of_allowed: float
     """The largest error of an element as a share of what that element may be off: at most 1."""
     relative_error: float
-    """Of the whole: the norm of the error, divided by that of the reference."""
+    """Error of the whole result: the norm of the error, divided by that of the reference."""
     mean_error: float
     reference_error: float
     """The mean error of the reference in the tested dtype."""
     allowed: float
-    """Of ``mean_error``: a factor times ``reference_error``, and some roundings."""
+    """Limit of ``mean_error``: a factor times ``reference_error``, and some roundings."""
     ok: bool
     note: str = ""
     """Complaints about single elements, in words."""
@@ -82,12 +82,12 @@ class Comparison:
 
     rows: tuple[Check, ...]
     backend: str
-    """What ran the call."""
+    """Backend that ran the call."""
     device: str
     dtype: torch.dtype
-    """In which the call computed."""
+    """dtype in which the call computed."""
     seed: int | torch.Tensor | None = field(default=None, compare=False)
-    """That of dropout; None where the program has none."""
+    """Seed of dropout; None where the program has none."""
     dead_rows: int | None = 0
     """Rows of queries without a live pair, over batch entries and heads. Their output is 0. None
     where the program has weights of its own, which may give a score of -inf a weight."""
@@ -168,9 +168,9 @@ class Case:
     learned: tuple[str, ...] = ()
     """Names of the captures whose gradients are compared."""
     lse: bool = False
-    """Whether the log-sum-exp is compared."""
+    """True to compare the log-sum-exp."""
     grad_out: torch.Tensor | None = None
-    """None where no gradients are compared."""
+    """Gradient of the output; None where no gradients are compared."""
     grad_lse: torch.Tensor | None = None
 
 
@@ -485,7 +485,7 @@ class _Held(NamedTuple):
 
     found: torch.Tensor
     usual: torch.Tensor
-    """By the reference in the same dtype."""
+    """The result of the reference in the same dtype."""
     exact: torch.Tensor
     rounding: torch.Tensor | None
     """The effect of rounding the output."""

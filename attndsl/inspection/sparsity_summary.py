@@ -1,4 +1,4 @@
-"""Savings by a mask, in one sentence or two for people who never think of tiles."""
+"""Savings by a mask in one or two sentences that need no knowledge of tiles."""
 
 from __future__ import annotations
 

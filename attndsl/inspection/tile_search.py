@@ -248,7 +248,7 @@ class Verification:
     tiles: int
     """Tiles compared with the mask itself."""
     live: int
-    """Of these, how many have a live pair."""
+    """Tiles with a live pair among these."""
     surplus: int
     """Tiles that would be visited though no pair is live, or masked though all are: sound."""
 

@@ -25,7 +25,7 @@ _SHOWN = 64
 """Tiles along a side of the largest picture in ``str``."""
 _MARKS = {EMPTY: ".", PARTIAL: "+", FULL: "#"}
 _COLOURS = {".": "#8c959f", "+": "#e69f00", "#": "#0072b2"}
-"""Of marks in notebooks."""
+"""Colours of marks in notebooks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class TileMap:
     block_n: int
     """Key rows of a tile."""
     reason: str = ""
-    """How the kinds were found."""
+    """The method that found the kinds."""
     mask_mod: Callable[..., torch.Tensor] | None = field(default=None, repr=False)
     """The mask as FlexAttention takes it."""
 

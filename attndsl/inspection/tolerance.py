@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from .reference_check import Case
 
 SPREADS = 6.0
-"""How many spreads an element may be off.
+"""Allowed error of an element, in spreads.
 
 Spreads count the largest error of each rounding, and the standard deviation of a uniform error is
 3 ** -0.5 of that: these are 10 standard deviations. For the largest errors that right results had,
 see M62 in docs/measured.md.
 """
 USUAL = 4.0
-"""How many times as far off as the largest error of the reference in its row an element may be.
-That is more only where a program amplifies errors in a way that spreads do not see."""
+"""Allowed error of an element as a multiple of the largest error of the reference in its row. This
+bound is above that of spreads only where a program amplifies errors in a way that spreads do not
+see."""
 
 
 def spreads_of(attention: Attention, case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Calls of tensors that several processes have parts of.
+"""Calls of tensors that are sharded over several processes.
 
 ``ContextParallel`` is for one sequence on many ranks. Calls of DTensors need nothing of this
 package: ``Attention`` takes them. What is public here is imported when first used.

@@ -1,4 +1,4 @@
-"""Rows and heads on their way between ranks: one all-to-all of torch.distributed each time.
+"""Exchanges of rows and heads between ranks, each by one all-to-all of torch.distributed.
 
 What travels is cut out of the operands range by range, with no index tensors, and what arrives is
 put together in the order of positions. All of it is differentiable, any number of times.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .comm_plan import Run, Table
 
 ALL = -1
-"""In place of a part of the heads: all of them."""
+"""All heads, in place of a part of them."""
 Parcel = tuple[int, "tuple[Run, ...]"]
 """A part of the heads, and rows."""
 

@@ -39,15 +39,15 @@ _MORE = 4
 
 
 class RowPiece(NamedTuple):
-    """Rows of one rank, put among those of others."""
+    """Rows of one rank at their place among the rows of others."""
 
     start: int
-    """Where they begin there."""
+    """The first row's place among the rows of all."""
     stop: int
     source: int
-    """Whose they are: a number in the table of ranks."""
+    """Number, in the table of ranks, of the rank that holds the rows."""
     at: int
-    """Where they begin in what that rank has sent."""
+    """The first row's place in what that rank has sent."""
 
 
 class Island(NamedTuple):
@@ -55,7 +55,8 @@ class Island(NamedTuple):
 
     keys: Run
     pieces: tuple[RowPiece, ...]
-    """What is read of these, in order. What this rank holds begins at its own rows."""
+    """Pieces of these keys, in order. ``at`` of a piece that this rank holds counts its own
+    rows."""
 
 
 class RowRun(NamedTuple):
@@ -69,18 +70,19 @@ class RowRun(NamedTuple):
     keys: Run
     """Positions of the keys that the rows may see."""
     own: int
-    """Which of this rank's rows of keys is the first of these; -1 where others hold some."""
+    """Index of the first of these keys among this rank's rows of keys; -1 where others hold
+    some."""
     island: int
-    """Which island they lie on; -1 where this rank holds all."""
+    """Index of the island that holds the keys; -1 where this rank holds all."""
 
 
 class Fetched(NamedTuple):
     """Flags on the keys that ranks fetch, the same on all ranks."""
 
     travels: bool
-    """Whether any rank needs keys of another one."""
+    """True if any rank needs keys of another one."""
     keeps: bool
-    """Whether these are few, and kept for the backward."""
+    """True if these are few, and kept for the backward."""
 
 
 ALWAYS = Fetched(True, False)
@@ -94,35 +96,35 @@ class Table(NamedTuple):
     group: int
     """Ranks of a group: each has as many parts of the heads."""
     length: int
-    """Of the whole sequence."""
+    """Rows of the whole sequence."""
     rows: int
-    """Of this rank."""
+    """Rows of this rank."""
     held: tuple[Run, ...]
-    """Their positions."""
+    """Positions of this rank's rows."""
     keys: Run
     """Positions of all keys that the group's rows may see."""
     parts: tuple[RowRun, ...]
     """The group's rows."""
     places: tuple[tuple[Run, ...], ...]
-    """By rank of the group: where its rows lie among the group's."""
+    """Places of each group rank's rows among the group's rows."""
     rows_in_order: tuple[RowPiece, ...]
     """The same in the order of rows."""
     sends: tuple[tuple[Run, ...], ...]
-    """By rank: which of this rank's rows it reads keys of."""
+    """Rows of this rank whose keys each rank reads."""
     reads: tuple[tuple[Run, ...], ...]
-    """By rank: positions of its keys that this rank reads."""
+    """Positions of each rank's keys that this rank reads."""
     keys_in_order: tuple[RowPiece, ...]
     """The same in the order of positions."""
     sent: tuple[int, ...]
-    """By rank: how many rows of keys go there; none to this rank itself."""
+    """Number of rows of keys that go to each rank; none to this rank itself."""
     received: tuple[int, ...]
-    """By rank: how many rows of keys come from there."""
+    """Number of rows of keys that come from each rank."""
     islands: tuple[Island, ...]
     """The keys of parts that see others' keys, ascending and apart."""
     travels: bool
-    """Whether any rank needs keys of another one: the same on all ranks."""
+    """True if any rank needs keys of another one: the same on all ranks."""
     keeps: bool
-    """Whether fetched keys are few, and kept for the backward: the same on all ranks."""
+    """True if fetched keys are few, and kept for the backward: the same on all ranks."""
 
     @property
     def first(self) -> int:
@@ -154,7 +156,7 @@ class Figures:
     buffer: int
     """Bytes of the largest buffer of keys and values, and of their gradients in fp32."""
     seconds: float
-    """By the model of :mod:`.plan_costs`, of the slowest rank."""
+    """Seconds of the slowest rank by the model of :mod:`.plan_costs`."""
 
 
 def groups_for(ranks: int, heads: int, kv_heads: int) -> tuple[int, ...]:
@@ -231,7 +233,7 @@ def _cut(demand: Demand, run: Run, own: Sequence[Run], call: float) -> list[Run]
 
 
 def _whole(own: Sequence[Run], wanted: Run) -> Run:
-    """``wanted``, or the only run of ``own`` if that holds all of it and hardly more.
+    """``wanted``, or the only run of ``own`` if that holds all of it and little more.
 
     Gradients of all keys of a rank become its result as they are. Those of most of them are copied.
     """
@@ -266,7 +268,7 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
 
 
 def _of_others(runs: Sequence[Sequence[Run]], rank: int) -> tuple[int, ...]:
-    """By rank: how many rows; none of ``rank`` itself."""
+    """Number of rows for each rank; none of ``rank`` itself."""
     return tuple(
         0 if number == rank else sum(stop - start for start, stop in some)
         for number, some in enumerate(runs)
@@ -289,7 +291,7 @@ def _pieces_within(
 def _reads(
     layout: Layout, demand: Demand, rank: int, group: int
 ) -> tuple[tuple[Run, ...], ...]:  # fmt: skip
-    """By rank: positions of its keys that ``rank`` reads."""
+    """Positions of each rank's keys that ``rank`` reads."""
     mine = rank // group
     needs = needs_of(demand, layout.owner // group).of(mine, mine + 1)
     first = np.flatnonzero(np.diff(layout.owner, prepend=-1))
@@ -311,7 +313,7 @@ def _reads(
 def _sends(
     layout: Layout, demand: Demand, own: Sequence[Run], group: int
 ) -> tuple[tuple[Run, ...], ...]:
-    """By rank: which rows it reads keys of, among the rows of the runs ``own``."""
+    """Rows whose keys each rank reads, among the rows of the runs ``own``."""
     needs, grain = needs_of(demand, layout.owner // group), demand.grain
     rows = np.array(own, np.int64).reshape(-1, 2)
     place = np.cumsum(rows[:, 1] - rows[:, 0]) - rows[:, 1]

@@ -57,12 +57,13 @@ class Batch:
     """The programs and sizes of the layout; None where nothing was asked."""
     seed: int | None
     rows: int
-    """Of this rank."""
+    """Rows of this rank."""
     length: int
     token: str
-    """What tells layouts apart. Graphs take numbers that change for variables, but no strings."""
+    """Key that tells layouts apart. Graphs take numbers that change for variables, but no
+    strings."""
     sights: Mapping[object, Sight]
-    """What the programs see that the layout was chosen for, which calls need not find again."""
+    """Keys seen by the programs that the layout was chosen for; calls need not find these again."""
 
 
 class ContextParallel:
@@ -500,7 +501,7 @@ class ContextParallel:
             )
 
     def refuse(self, attention: ShardedProgram, problem: Exception) -> NoReturn:
-        """Raise what is wrong with a call, and tell the ranks that plan such a call now.
+        """Raise the error of a call, and tell the ranks that plan such a call now.
 
         Raises:
             Exception: ``problem``.

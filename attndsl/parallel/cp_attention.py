@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FEW = 4
-"""Calls of one row in this many, or of fewer, are asked of a second stream."""
+"""Calls that wait for keys get a second stream if they have at most 1 row in this many."""
 
 
 class ShardedProgram(Protocol):
@@ -79,7 +79,7 @@ class ShardedJob:
     plain: Mapping[str, Any]
     """Captures that are no tensors."""
     names: tuple[str, ...]
-    """Of captured tensors, in the order in which they are given."""
+    """Names of captured tensors, in the order in which they are given."""
     shares: Mapping[str, int]
     """Captured tensors of this rank's rows, and the dim that these lie along."""
     has_lse: bool
@@ -169,7 +169,7 @@ class _Saved(NamedTuple):
     """This rank's heads of the group's rows of q."""
     results: Sequence[torch.Tensor]
     islands: Sequence[torch.Tensor] | None
-    """Of :meth:`.eager_exchange.Fetch.end`, where the table keeps them; None to fetch them
+    """Result of :meth:`.eager_exchange.Fetch.end`, where the table keeps it; None to fetch
     again."""
 
 
@@ -227,7 +227,7 @@ def _results(
 def _put_together(
     job: ShardedJob, q: torch.Tensor, fetch: Fetch, captured: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Results of the group's rows, each part at its place; those that wait for nobody come first.
+    """Results of the group's rows, each part at its place; parts that wait for no keys come first.
 
     A single part makes what its caller gets.
     """

@@ -308,7 +308,7 @@ def _asked(
 
 
 def _options_of(attention: ShardedProgram, named: dict[str, Any]) -> dict[str, Any]:
-    """Takes the options out of ``named``, whose rest are captures.
+    """Take the options out of ``named``; the rest of it are captures.
 
     Raises:
         ArgumentError: One that the plan says.

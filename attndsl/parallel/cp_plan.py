@@ -39,7 +39,7 @@ _MATTERS = {
     "batch": ("b", "token", "batch"), "heads": ("h", "hkv", "heads"),
     "kv_heads": ("hkv", "kv_heads"), "head_dim": ("head_dim",),
 }  # fmt: skip
-"""By size of a call: by which variables and sizes a mask may depend on it."""
+"""Variables and sizes through which a mask may depend on each size of a call."""
 _POSITIONS = frozenset({"q", "kv", "q_len", "kv_len"})
 """Variables and sizes that depend on none of these."""
 
@@ -73,7 +73,7 @@ class Plan:
     """Plan of a program's calls of one shape."""
 
     name: str
-    """Of the program."""
+    """Name of the program."""
     table: Table
     figures: Figures
     seen: Seen
@@ -85,7 +85,7 @@ class CallShape(NamedTuple):
     shape: Shape
     exchange: str
     shares: bool
-    """Whether a capture holds this rank's rows, for which ranks exchange no heads."""
+    """True if a capture holds this rank's rows, for which ranks exchange no heads."""
 
 
 class PlanKey(NamedTuple):
@@ -94,7 +94,7 @@ class PlanKey(NamedTuple):
     spec: Any
     """The program as a text and its declarations."""
     token: str
-    """Of the layout."""
+    """Token of the layout."""
     asked: CallShape
     numbers: tuple[tuple[str, Any], ...]
 
@@ -141,7 +141,7 @@ class Sight(NamedTuple):
 
     demand: Demand
     maps: int
-    """How many batch entries and heads differ."""
+    """Number of different maps over batch entries and heads."""
 
 
 def sight_key(

@@ -49,7 +49,7 @@ class Shards:
     mesh: DeviceMesh
     q: _Placements
     kv: _Placements
-    """Those that k and v are brought to."""
+    """Placements that k and v are brought to."""
     sizes: Mapping[str, int]
     """``batch``, ``heads`` and ``kv_heads`` of the whole call."""
     b: range
@@ -359,7 +359,7 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def _check_placements(name: str, value: DTensor, mesh: DeviceMesh) -> None:
-    """Refuse DTensors of other meshes, sums that nobody has taken, and shards in another order."""
+    """Refuse DTensors of other meshes, partial sums, and shards in another order."""
     if value.device_mesh != mesh:
         raise ArgumentError(
             f"{name} lies on another mesh than q",

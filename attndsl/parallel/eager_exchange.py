@@ -60,7 +60,7 @@ class _Trip:
         self._work: dist.Work | None = None
 
     def rooms(self) -> Iterator[tuple[int, Pair]]:
-        """By rank that something goes to: where that has to be put."""
+        """The buffers to fill, by the rank that they go to."""
         return self._blocks(self._sent, self._leaving)
 
     def begin(self, group: ProcessGroup) -> None:
@@ -69,7 +69,7 @@ class _Trip:
         self._work = dist.all_to_all_single(found, sent, *self._splits, group=group, async_op=True)
 
     def arrived(self) -> dict[int, Pair]:
-        """By rank that something comes from: what came. What follows waits for it."""
+        """Received tensors by the rank that sent them. Work that follows waits for them."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -155,7 +155,7 @@ class Fetch:
         return [x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=dtype) for x in self._own]
 
     def _filled(self, island: Island, arrived: dict[int, Pair]) -> Pair:
-        """The keys of an island. Where no row sees a key, and nobody sent it, there are zeros."""
+        """The keys of an island, with zeros where no row sees a key and no rank sent it."""
         first, stop = island.keys
         found = [x.new_empty((*x.shape[:2], stop - first, x.shape[3])) for x in self._units]
         filled, copies = first, _Copies()
@@ -183,7 +183,7 @@ class FetchedGradients:
         self._trip: _Trip | None = None
 
     def add(self, part: RowRun, pair: Sequence[torch.Tensor]) -> None:
-        """Take the gradients of the keys and values of ``part``, which nobody else needs."""
+        """Take the gradients of the keys and values of ``part``, which no other part needs."""
         for some, grad in zip(self._grads, pair, strict=True):
             some.append((part.keys, grad))
 
@@ -287,7 +287,7 @@ class _Copies:
     """Copies of some rows to others' places, all of them in one call of torch."""
 
     def __init__(self) -> None:
-        """None so far."""
+        """Begin with no copies."""
         self._rooms: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []
 

@@ -83,7 +83,7 @@ def _in_blocks(demand: Demand, edges: Ints) -> Demand:
 
 
 class _ChunkLoads:
-    """Chunks that the rows of one program see, and those that the ranks that swap see."""
+    """Chunks of keys that the rows of one program see, and counts of these by rank."""
 
     def __init__(self, demand: Demand) -> None:
         self.key = demand.key

@@ -1,4 +1,4 @@
-"""Arguments of plans and shards, checked: a rank that is asked for the impossible tells all."""
+"""Checks of arguments of plans and shards; a rank with a wrong one tells all ranks."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _CHUNKS = 8
 _MOST_CHUNKS = 4096
 """Chunks in all, where two for each rank are fewer."""
 _EVEN = 1.05
-"""How much more than the mean the slowest rank may do where no swaps are looked for."""
+"""Work of the slowest rank, as a multiple of the mean, up to which no swaps are looked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

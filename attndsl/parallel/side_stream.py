@@ -1,7 +1,7 @@
-"""Calls of a rank beside each other on a GPU.
+"""A side CUDA stream for a rank's calls that wait for keys of other ranks.
 
 The last work tiles of a call leave most processors idle, and a call of few rows is little else. So
-calls that wait for others' keys are asked of a second stream: their kernels begin where the first
+calls that wait for others' keys run on a second stream: their kernels begin where the first
 stream's leave processors.
 
 Non-goals: which calls these are. Nothing here is for graphs of ``torch.compile``.
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Beside:
-    """A second stream, which what is asked of it comes to after all that was asked before.
+    """A side stream that waits for all work queued so far.
 
-    What follows on the first stream comes after both. On a CPU calls follow one another.
+    Work that follows on the first stream waits for both. On a CPU calls follow one another.
     """
 
     def __init__(self, device: torch.device, several: bool) -> None:
-        """For work on ``device``; ``several`` says whether both streams get some."""
+        """Prepare for work on ``device``; ``several`` is True if both streams get some."""
         self._streams = streams_of(device) if several else None
 
     def __enter__(self) -> Beside:
@@ -38,7 +38,7 @@ class Beside:
         return self
 
     def work(self, on_second: bool) -> AbstractContextManager[Any]:
-        """In which work is asked of the second stream, or of the first one."""
+        """Context in which work is queued on the second stream, or on the first one."""
         if self._streams is None or not on_second:
             return nullcontext()
         return torch.cuda.stream(self._streams[1])

@@ -57,7 +57,7 @@ class Demand:
     key: float
     """Seconds of the journey of the keys of one tile."""
     weight: float = 1.0
-    """How many layers have the program."""
+    """Number of layers that have the program."""
     call: float = 0.0
     """Seconds of a call of a run of rows beside its tiles."""
 

@@ -54,13 +54,13 @@ class Derivative:
     """Derivatives of a program's final score."""
 
     score: Node
-    """By the raw score."""
+    """Derivative by the raw score."""
     tensors: tuple[TensorGradient, ...]
-    """By each lookup of a float tensor; a tensor looked up twice stands here twice."""
+    """Derivatives by each lookup of a float tensor; a tensor looked up twice stands here twice."""
     params: tuple[ParamGradient, ...]
-    """By each float param that occurs."""
+    """Derivatives by each float param that occurs."""
     products: tuple[ProductGradient, ...] = ()
-    """By each contraction."""
+    """Derivatives by each contraction."""
 
 
 @dataclass(frozen=True, slots=True)

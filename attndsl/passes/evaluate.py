@@ -26,7 +26,7 @@ class Environment:
     """Values of leaves."""
 
     names: Mapping[str, Value] = field(default_factory=dict)
-    """By the name of a variable, size or param; the raw score is ``score``."""
+    """Values by the name of a variable, size or param; the raw score is ``score``."""
     load: Callable[[str, tuple[int, ...]], Value] | None = None
     """Element of a captured tensor."""
     row: Callable[[str, tuple[int, ...]], Sequence[float]] | None = None

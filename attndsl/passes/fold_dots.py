@@ -1,4 +1,4 @@
-"""Contractions that only add to the raw score, as more of the product that the score is.
+"""Contractions that only add to the raw score, folded into ``q . k`` as more head dims.
 
 With u' = c u / scale, ``scale * (q . k) + c * (u . w)`` is ``scale * ([q, u'] . [k, w])``: one
 product of longer rows, which kernels make without knowing of contractions. Multi-head latent

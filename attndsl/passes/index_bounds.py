@@ -24,7 +24,7 @@ Dim = str | int | None
 """A dim as it is declared: the name of a size, a constant, or None for any other expression."""
 
 _EXTENTS = {"b": "batch", "h": "heads", "hkv": "kv_heads"}
-"""How many values each variable has; they count from 0."""
+"""Name of the size that is each variable's number of values, which count from 0."""
 _AT_MOST = {("kv_heads", "heads")}
 """Pairs of sizes of which the first is never the larger one."""
 

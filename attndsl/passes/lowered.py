@@ -1,4 +1,4 @@
-"""The result of all passes."""
+"""The lowered program, which is the result of all passes and the input of backends."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Lowered:
     placed: Placed
     """The score as a sum of parts of pairs, rows and columns."""
     sparsity: Sparsity
-    """How tiles are found; ``sparsity.loop`` plans one loop when tile sizes are known."""
+    """Plan to find tiles; ``sparsity.loop`` plans one loop when tile sizes are known."""
     digest: str
     """Hex digest of the program's meaning: the same after renaming a local or reformatting."""
     contractions: Contractions | None = None
-    """None where the program has none."""
+    """The program's contractions; None where it has none."""
     by_token: Program | None = None
     """The program as it was written, with ``token`` and ``tokens``; None where it has neither."""
 
@@ -58,6 +58,6 @@ class Contractions:
     other's plus ``row``. None where they do not only add."""
     terms: tuple[DotTerm, ...] = ()
     row: Node | None = None
-    """FLOAT; what is added to whole rows, which a softmax does not see."""
+    """FLOAT; the part of the score that is added to whole rows, which a softmax does not see."""
     why_not: str = ""
-    """Why there is no such program."""
+    """Reason why there is no such program."""

@@ -43,12 +43,12 @@ def magnitude(root: Node) -> float:
 def intervals(
     roots: tuple[Node, ...], ints: Mapping[Node, Range] = MappingProxyType({}), slack: float = 0.0
 ) -> dict[Node, Interval]:
-    """The interval of every node below ``roots``; the real line for what is not FLOAT.
+    """The interval of every node below ``roots``; the real line for nodes that are not FLOAT.
 
     Args:
         roots: Expressions.
         ints: The ranges of INT nodes; nothing is known of others.
-        slack: What each operation may err by, relative to the largest end of its operands and of
+        slack: Largest error of each operation, relative to the largest end of its operands and of
             its result.
     """
     found: dict[Node, Interval] = {}
@@ -67,7 +67,7 @@ def intervals(
 
 
 def _interval(item: Node, args: list[Interval]) -> Interval:
-    """From those of the operands."""
+    """The interval of ``item`` from those of its operands."""
     op = item.op
     if item.dtype is not DType.FLOAT:
         return _ANY

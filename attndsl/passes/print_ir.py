@@ -49,7 +49,7 @@ _CALLS = {op: op.value for op in FLOAT_UNARY} | {
 
 
 def short_form(lowered: Lowered, most: int = NAME_LENGTH) -> str:
-    """A program in one line of at most ``most`` characters, where nobody knows its text."""
+    """A program without a known text, in one line of at most ``most`` characters."""
     return shorten(print_program(lowered.program), most)
 
 

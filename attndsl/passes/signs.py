@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_FACTS = 64
 _MOST_TERMS = 64
-"""The most terms of a sum: shared sums of shared sums may have more than anybody writes."""
+"""The most terms of a sum: shared sums of shared sums may have very many."""
 _Sum = dict[Node | None, int]
 """Multiples of positions and sizes, and under None a number."""
 

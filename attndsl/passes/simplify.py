@@ -29,7 +29,8 @@ from .evaluate import apply
 
 TRUE, FALSE = const(True), const(False)
 _MOST_TERMS = 64
-"""Of a sum in which terms may cancel. sympy takes half a second for all parts of such a one."""
+"""The most terms of a sum that may cancel. sympy takes half a second for all parts of such a
+one."""
 Rule = Callable[[Node], Node | None]
 """The node that may stand in place of the one given, or None."""
 

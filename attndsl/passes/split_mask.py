@@ -71,13 +71,13 @@ class _Lines:
     """
 
     score: Node = SCORE
-    """What the score is after these lines, for live pairs."""
+    """The score after these lines, for live pairs."""
     alive: list[Node] = field(default_factory=list)
     """BOOL: the mask of each line that has one."""
     values: dict[Node, Node] = field(default_factory=dict)
-    """``score`` after each line, by what the line says."""
+    """``score`` after each line, by the line's expression."""
     _before: Node | None = None
-    """What the line before says, if a line after it may read it as ``BEFORE``."""
+    """Expression of the line before, if a line after it may read it as ``BEFORE``."""
     _known: dict[Node, Node] = field(default_factory=dict)
     """Nodes of lines as written, with ``values`` in place of lines."""
     _simple: dict[Node, Node] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class _Part:
 
 
 _Both = dict[int, _Part]
-"""How an expression splits where it counts as it is (1), and where its negation counts (-1)."""
+"""Splits of an expression by sign: as it is (1), and negated (-1)."""
 
 
 def _split(root: Node, ends: Collection[Op], line: Line, parts: dict[Node, _Both]) -> _Part:

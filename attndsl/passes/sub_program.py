@@ -50,7 +50,7 @@ class Start(enum.Enum):
     """Ways in which a position follows from a row of the part."""
 
     CALL = "call"
-    """As in any call: by its own offset or index."""
+    """The call's own offset or index, as in any call."""
     NUMBER = "number"
     """The row and a size, ``q_start``, which is not negative."""
     SCALAR = "scalar"
@@ -81,13 +81,13 @@ class Changes:
     sizes: frozenset[str] = frozenset()
     """Names of :data:`VARIABLE_OF` of which the whole has more."""
     replicated: bool = False
-    """Whether a key head of the part has fewer query heads than one of the whole."""
+    """True if a key head of the part has fewer query heads than one of the whole."""
     q: Start = Start.CALL
     kv: Start = Start.CALL
     lengths: bool = False
-    """Whether batch entries have numbers of keys of their own, ``kv_lengths[b]``."""
+    """True if each batch entry has its own number of keys, ``kv_lengths[b]``."""
     requests: bool = False
-    """Whether a batch entry is any request of a packed call, ``requests[b]``, and has rows behind
+    """True if a batch entry is any request of a packed call, ``requests[b]``, and has rows behind
     its last query, which the mask leaves out."""
     tokens: Tokens = Tokens.ROWS
     shares: frozenset[tuple[str, int]] = frozenset()
@@ -100,7 +100,8 @@ class Localised:
 
     program: Program
     names: Mapping[str, str]
-    """By what they are: ``heads``, ``h_offset``, ``q_start``, ``q_starts``, ``kv_lengths`` ..."""
+    """Names by their meaning: ``heads``, ``h_offset``, ``q_start``, ``q_starts``, ``kv_lengths``
+    ..."""
 
 
 def localised_program(program: Program, changes: Changes) -> Localised:
@@ -173,7 +174,7 @@ _OTHER_NAMES = {TOKENS: "packed_tokens"}
 
 
 class _FreshNames(dict[str, str]):
-    """Names that a program does not have, made when they are asked for."""
+    """Names that a program does not have, made at their first lookup."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -267,7 +268,7 @@ def _moved(root: Node, known: Mapping[Node, Node], shares: frozenset[tuple[str, 
 
 
 def places_of(item: Node) -> Iterator[tuple[int, str, int]]:
-    """For each index in a lookup or a product of rows: its operand, the tensor, and its dim."""
+    """Operand number, tensor and dim of each index in a lookup or a product of rows."""
     if item.op is Op.LOAD:
         for place in range(len(item.args)):
             yield place, str(item.value), place
@@ -280,9 +281,9 @@ def places_of(item: Node) -> Iterator[tuple[int, str, int]]:
 
 
 def plain_lookups(program: Program) -> Mapping[tuple[str, int], str | None]:
-    """By tensor and dim: the variable that all lookups along it have as their index.
+    """The variable that indexes all lookups along a dim, by tensor and dim.
 
-    None where they have others, or not all the same.
+    None where the indices are others, or not all the same.
     """
     found: dict[tuple[str, int], str | None] = {}
     for item in toposort(*program.roots()):

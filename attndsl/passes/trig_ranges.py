@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MOST_ANGLE = 1e5
 """Radians up to which the short reduction is used. It is accurate a little beyond."""
 _ROUNDING = 2.0**-20
-"""What an fp32 operation errs by, and more; bounds of arguments are widened by it."""
+"""Bound of the relative error of an fp32 operation; bounds of arguments are widened by it."""
 _TRIGONOMETRIC = frozenset({Op.SIN, Op.COS, Op.TAN})
 
 

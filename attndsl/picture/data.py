@@ -39,9 +39,10 @@ if TYPE_CHECKING:
 
 MAX_LENGTH = 4096
 MAX_COUNT = 1 << 16
-"""Of batch entries, heads and head dims."""
+"""The most batch entries, heads and head dims."""
 MAX_TILES = 256
-"""Along either side: more are too small to see, in pixels as well as in characters."""
+"""The most tiles along either side: more are too small to see, in pixels as well as in
+characters."""
 _CHUNK = 1 << 20
 """Pairs that are evaluated at a time; programs have tens of values for each."""
 
@@ -53,16 +54,16 @@ class PictureData:
     title: str
     """The program's text."""
     mask: torch.Tensor
-    """Bool (q_len, kv_len): which pairs are live."""
+    """Bool (q_len, kv_len): True for live pairs."""
     kinds: torch.Tensor
     """int8 (q tiles, kv tiles): 0 EMPTY, 1 PARTIAL, 2 FULL, as the compiler finds them."""
     score: torch.Tensor
-    """float64 (q_len, kv_len): what becomes of ``raw_score``; NaN where the pair is dead."""
+    """float64 (q_len, kv_len): the score that ``raw_score`` becomes; NaN where the pair is dead."""
     raw_score: float
     changes_score: bool
-    """Whether the score is anything but the raw one."""
+    """True if the score is anything but the raw one."""
     mask_reads_score: bool
-    """Whether ``mask`` is that of ``raw_score`` only; tiles are those of all scores."""
+    """True if ``mask`` is that of ``raw_score`` only; tiles are those of all scores."""
     block_m: int
     block_n: int
     batch: int
@@ -77,9 +78,9 @@ class PictureData:
     could_be_full: int = 0
     """PARTIAL tiles with live pairs only."""
     curve: Curve | None = None
-    """What the program makes of other raw scores; None where it adds to them, if anything."""
+    """The program's scores of other raw scores; None where it adds to them, if anything."""
     made_up: str = ""
-    """Which of the captures are nobody's, in words."""
+    """Captures that were made up, in words."""
 
     @property
     def q_len(self) -> int:

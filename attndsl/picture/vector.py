@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from .data import PictureData
 
 KIND_COLOURS = ("#e8eaed", "#e69f00", "#0072b2")
-"""Of EMPTY, PARTIAL and FULL."""
+"""Colours of EMPTY, PARTIAL and FULL."""
 SCALE = (
     "#440154", "#481a6c", "#472f7d", "#414487", "#39568c", "#31688e", "#2a788e", "#23888e",
     "#1f988b", "#22a884", "#35b779", "#54c568", "#7ad151", "#a5db36", "#d2e21b", "#fde725",
 )  # fmt: skip
-"""Of scores, from the least to the greatest."""
+"""Colours of scores, from the least to the greatest."""
 INK, PAPER, DEAD, ODD = "#1b1f24", "#ffffff", "#e8eaed", "#cc79a7"
 _FAINT = "#57606a"
 

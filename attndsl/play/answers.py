@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _BLOCKS = (128, 64)
 """Tiles that loops are shown for: those of ``attndsl show --stage tiles``."""
 _HEAD_DIM = 64
-"""That pictures and costs are for."""
+"""Head dim of pictures and costs."""
 _DTYPES = {
     HalfType.BF16: torch.bfloat16,
     HalfType.FP16: torch.float16,

@@ -1,4 +1,4 @@
-"""The HTTP layer of the page: files, and requests that helpers answer."""
+"""The HTTP server of the page: static files, and requests that worker processes answer."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 PORT = 7878
-"""Where no other is asked for and it is free, so that links of an earlier day still lead here."""
+"""Default port, if it is free, so that links of an earlier day still lead here."""
 MOST_BYTES = 1 << 18
-"""Of a request: a program of the greatest length in the longest encoding, and settings."""
+"""Bytes of a request: a program of the greatest length in the longest encoding, and settings."""
 QUICK, SLOW = 10.0, 30.0
-"""Seconds that an answer may take: what is shown while people type, and the rest."""
+"""Seconds that an answer may take: quick ones while people type, and slow ones."""
 REQUEST_SECONDS = 5.0
-"""That a request may take to come. The server has room for few connections at a time, and one on
-which nothing comes would keep its place for ever."""
+"""Seconds that a request may take to come. The server has room for few connections at a time, and
+one on which nothing comes would keep its place for ever."""
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -55,10 +55,10 @@ class Answering(Protocol):
     """Interface that answers requests: :class:`~.worker_pool.Helpers`, or a stand-in for tests."""
 
     async def start(self) -> None:
-        """Before the first request."""
+        """Start, before the first request."""
 
     async def stop(self) -> None:
-        """After the last one."""
+        """Stop, after the last request."""
 
     async def ask(self, asked: PageRequest) -> dict[str, Any]:
         """The answer, as JSON values."""

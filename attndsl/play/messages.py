@@ -97,11 +97,11 @@ class PictureCall:
     q_offset: int = 0
     kv_offset: int = 0
     seed: int = 0
-    """Of made-up tensors."""
+    """Seed of made-up tensors."""
     raw_score: float = 0.0
-    """What ``scale * (q . k)`` is taken to be."""
+    """Value of ``scale * (q . k)``."""
     cost_len: int = 8192
-    """Queries and keys that costs are told for."""
+    """Number of queries and keys in the costs."""
 
 
 BOUNDS = {
@@ -124,7 +124,7 @@ BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Choice of the kernel whose text is asked for."""
+    """Choice of the kernel whose text is shown."""
 
     direction: KernelDirection = KernelDirection.FORWARD
     family: KernelFamily = KernelFamily.TRITON
@@ -173,11 +173,12 @@ class ParamField:
     dtype: str
     """``int``, ``float`` or ``bool``."""
     value: str
-    """What the answer was computed with, as text, since JSON has no large ints and no infinity."""
+    """Value that the answer was computed with, as text, since JSON has no large ints and no
+    infinity."""
     made_up: bool
-    """Whether nobody gave the value: neither the program nor the request."""
+    """True if neither the program nor the request gave the value."""
     optional: bool = False
-    """Whether the value may be ``none``."""
+    """True if the value may be ``none``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +192,11 @@ class PictureAnswer:
     """Some points of the score's curve over the raw score, which the picture has too; empty where
     that is a straight line."""
     made_up: str
-    """What nobody gave, in words; empty where there is nothing."""
+    """Captures that neither the program nor the request gave, in words; empty where there are
+    none."""
     params: tuple[ParamField, ...]
     derivative: str
-    """As ``attndsl show --stage derivative`` prints it."""
+    """Output of ``attndsl show --stage derivative``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,7 @@ class DetailsAnswer:
     """All of it."""
     made_up: str
     cost_problem: TextProblem | None
-    """Why the costs are not known at these lengths."""
+    """Reason why the costs are not known at these lengths."""
 
 
 @dataclass(frozen=True, slots=True)

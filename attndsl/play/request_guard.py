@@ -29,7 +29,7 @@ HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
     "Cache-Control": "no-store",
 }
-"""Of every answer."""
+"""Headers of every answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RequestGuard:
     """Refuses what the page itself would not send."""
 
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
-    """In the page, which no other origin can read."""
+    """Secret in the page, which no other origin can read."""
 
     def objection(self, method: str, headers: Mapping[str, str]) -> str | None:
         """Reason why a request is refused; None where it is not.

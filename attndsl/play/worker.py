@@ -35,8 +35,8 @@ FORKS = sys.platform == "linux"
 MEMORY = 1 << 30
 """Bytes that a child may take beside what it begins with."""
 MOST_SECONDS = 60
-"""After which a child ends in any case: longer than any request may take. Whoever asks may have
-gone without killing it."""
+"""Seconds after which a child ends in any case: longer than any request may take. The server may
+have gone without killing it."""
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:

@@ -25,9 +25,9 @@ COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "attndsl.play.worker")
 PATIENT = "--patient"
 """Ends the command of a process that leaves the processors to others."""
 START_SECONDS = 180.0
-"""That a process may take to import everything, on a machine that is busy."""
+"""Seconds that a process may take to import everything, on a machine that is busy."""
 GRACE = 0.5
-"""Seconds that a request goes on which nobody waits for any more."""
+"""Seconds that a request still runs once nobody waits for it."""
 MOST_WAITING = 16
 """Requests that wait for one process."""
 _MOST_LINE = 2 * MOST_ANSWER
@@ -35,7 +35,7 @@ _MOST_LINE = 2 * MOST_ANSWER
 
 @dataclass(slots=True)
 class _Running:
-    """One process that runs, and what is known of it alone."""
+    """One running process and its state."""
 
     process: asyncio.subprocess.Process
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -132,7 +132,7 @@ class Helper:
     """One process after another, which answers one request at a time."""
 
     seconds: float
-    """That a request may take."""
+    """Seconds that a request may take."""
     command: Sequence[str] = COMMAND
     _running: _Running | None = None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -210,7 +210,7 @@ class Helper:
 
 @dataclass(frozen=True, slots=True)
 class Helpers:
-    """A process for what is shown while people type, and another for what may take longer."""
+    """One process for quick answers while people type, and another for slow ones."""
 
     by_kind: Mapping[RequestKind, Helper]
 

@@ -1,1 +1,1 @@
-"""Arguments, dispatch, autograd and the kernel cache: what happens at a call."""
+"""Disk cache, bundles, tuning results and source texts of programs and kernels."""

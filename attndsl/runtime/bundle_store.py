@@ -1,4 +1,4 @@
-"""The cache with bundles beside it: calls look into both before they compile.
+"""The kernel cache and the bundles in one store, which calls search before they compile.
 
 An entry of the cache comes first, since ``tune`` writes there. Where both have the same text, the
 bundle's compiled code is used: that of the cache may be gone.
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 _PROGRAM = "program"
 _ATTEMPTS = 4
-"""Of an import, while others import the same bundle or remove it."""
+"""Attempts of an import, while others import the same bundle or remove it."""
 _IMPORTING = "importing-"
-"""What folders of imports begin with that are not done."""
+"""Prefix of the folders of unfinished imports."""
 
 
 class Imported(NamedTuple):
@@ -85,7 +85,7 @@ class BundledCache:
         return self.cache.save(key, source, self._without_lent(meta))
 
     def _without_lent(self, meta: Mapping[str, object]) -> Mapping[str, object]:
-        """``meta`` without code of bundles, which nobody uses once they are taken away."""
+        """``meta`` without code from bundles, which is of no use once a bundle is removed."""
         slots: Any = meta.get("compiled", {})
         own = {s: x for s, x in slots.items() if self._lent.isdisjoint(x["files"].values())}
         return meta if len(own) == len(slots) else {**meta, "compiled": own}
@@ -151,7 +151,7 @@ class BundledCache:
             )
 
     def _tell_missed(self, about: About) -> None:
-        """Say that what is compiled now is in no bundle, if there are any."""
+        """Log that the kernel compiled now is in no bundle, if there are bundles."""
         bundles = self._bundles()
         if not bundles:
             return

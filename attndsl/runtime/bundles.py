@@ -43,7 +43,7 @@ MAX_MANIFEST = 16 << 20
 MAX_FILE = 1 << 28
 """Bytes of any other file."""
 MAX_BYTES = 4 << 30
-"""Of all files together."""
+"""Bytes of all files together."""
 _MAX_TEXT = 200
 """Characters of a version."""
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,200}"
@@ -67,7 +67,7 @@ class Versions:
 
     attndsl: str
     fingerprint: str
-    """Of the sources of attndsl."""
+    """Fingerprint of attndsl's sources."""
     triton: str
     python: str
     """The suffix of Python's libraries, on which launchers depend."""
@@ -82,7 +82,7 @@ class Versions:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A bundle, opened: what it says of itself has been checked, its files not yet."""
+    """An opened bundle: its manifest has been checked, its files not yet."""
 
     folder: Path
     digest: str
@@ -92,7 +92,8 @@ class Bundle:
     driver: str | None
     """The module of Triton's driver, among the launchers."""
     twins: Mapping[str, str]
-    """By name of a launcher's folder: what Triton looks for on platforms that it knows less of."""
+    """Names that Triton looks for on platforms that it knows less of, by name of a launcher's
+    folder."""
 
     @property
     def size(self) -> int:
@@ -173,7 +174,7 @@ class Bundle:
             return _held(file, name, folder.read(name, file.bytes))
 
     def content(self, name: str) -> bytes:
-        """The content of a file, whoever may write to it afterwards.
+        """The content of a file, read into memory and checked against its digest.
 
         Raises:
             ConfigError, OSError, ValueError: The bundle has no such file, or not as it was built.
@@ -187,7 +188,7 @@ class Bundle:
         return self.files[name]
 
     def entries(self) -> list[EntryInfo]:
-        """All entries, as listings show them; those that are not as they were built as damaged."""
+        """All entries, as listings show them; an entry that differs from its build is damaged."""
         found = []
         for key in self.keys():
             names = (f"entries/{key}.py", f"entries/{key}.json")

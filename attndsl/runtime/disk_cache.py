@@ -52,7 +52,7 @@ IMPORTED = "bundles"
 """The folder within the cache's that holds bundles which were imported (:mod:`.bundle_store`)."""
 _KEY_LENGTH = 64
 _ATTEMPTS = 4
-"""Of a writer, while others publish or remove the same entry."""
+"""Attempts of a writer, while others publish or remove the same entry."""
 _OWN = re.compile(rf"[0-9a-f]{{{_KEY_LENGTH}}}\.(?:json|py)(?:[0-9a-z_]+\.tmp)?")
 """Names of the cache's files, those of writers that were killed included."""
 _HEAD = re.compile(rb'\{"sha256": "([0-9a-f]{64})",')
@@ -63,11 +63,11 @@ _CHANCE = random.SystemRandom()
 _MAX_FILE = 1 << 28
 """Bytes of a file of an entry."""
 _MOST_SAID, _MOST_OF_KIND = 200, 20
-"""Characters of what an entry says of itself, beyond which it is not shown."""
+"""Characters of an entry's description, beyond which it is not shown."""
 
 
 NOTHING = About()
-"""What damaged entries, and those of older versions, say of themselves."""
+"""Description of damaged entries, and of those of older versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class EntryInfo:
     """``forward``, ``backward``, ``program`` and the like; ``damaged`` where it cannot be used."""
     bytes: int
     used: float
-    """When it was last read, in seconds since the epoch."""
+    """Time of the last read, in seconds since the epoch."""
     about: About = NOTHING
 
 
@@ -109,7 +109,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        """By their keys."""
+        """Entries by their keys."""
 
     def load(self, key: str) -> Entry | None:
         """The entry of ``key``, or None."""
@@ -362,7 +362,7 @@ def _described(folder: OwnedFolder, key: str, files: _Files) -> tuple[str, int, 
 
 
 def described_entry(meta: Mapping[str, object]) -> tuple[str, About]:
-    """The kind of an entry, and what it says of itself."""
+    """The kind of an entry, and its description."""
     kind = meta.get("kind", "kernel")
     shown = kind if isinstance(kind, str) and len(kind) <= _MOST_OF_KIND else "kernel"
     return shown, _about(meta.get("about"))

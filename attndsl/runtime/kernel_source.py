@@ -24,7 +24,7 @@ _DIRECTIONS = ("forward", "backward", "tangent")
 
 
 def check_head_dims(*dims: object) -> None:
-    """Refuse what is no head dim.
+    """Refuse a value that is no head dim.
 
     Raises:
         ArgumentError: One of ``dims`` is no positive int.

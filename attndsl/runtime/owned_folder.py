@@ -35,7 +35,7 @@ _READ = os.O_RDONLY | _BINARY | _NO_LINK | getattr(os, "O_NONBLOCK", 0)
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY
 _SHARED_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40
-"""In one path, as Linux has it."""
+"""The most links in one path, as in Linux."""
 _TOKEN_BYTES = 8
 
 
@@ -196,7 +196,7 @@ class OwnedFolder:
 
 
 def open_folder(path: Path, make: bool = False, of_root: bool = False) -> OwnedFolder:
-    """The folder at ``path``, which is closed by whoever asks for it.
+    """Open the folder at ``path``; the caller closes it.
 
     Args:
         path: Where it is.

@@ -1,4 +1,4 @@
-"""From a spec (text and declarations in one string) to a lowered program, by memory or disk.
+"""Lowered programs by spec (text and declarations in one string), in memory and on disk.
 
 A spec determines a program completely, so that it can stand in graphs and in other processes. It
 does not say where the program was written: programs of one text and one set of declarations are one
@@ -60,7 +60,7 @@ class SpecParts(NamedTuple):
     declared: dict[str, Declared]
     exact: bool
     variant: Variant
-    """Which of the text's programs."""
+    """The variant, which chooses one of the text's programs."""
 
 
 def read_spec(spec: str) -> SpecParts:
@@ -148,7 +148,7 @@ def point_into(error: AttnDSLError, source: Source) -> None:
 
 @contextmanager
 def pointing_into(source: Source) -> Iterator[None]:
-    """Within this block errors point into ``source``; see :func:`point_into`."""
+    """Context in which errors point into ``source``; see :func:`point_into`."""
     try:
         yield
     except AttnDSLError as error:
@@ -166,7 +166,7 @@ def lowered_program(spec: str) -> Lowered:
 
 
 def warnings_at(spec: str, source: Source) -> list[ProgramWarning]:
-    """Warnings of what the program of ``spec`` says and hardly can mean.
+    """Warnings about probably unintended text in the program of ``spec``.
 
     Args:
         spec: A program without errors.

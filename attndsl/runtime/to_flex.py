@@ -28,7 +28,7 @@ _PLACES = (
     "q_offset", "kv_offset", "q_index", "kv_index", "h_offset", "b_offset", "kv_lengths"
 )  # fmt: skip
 FLEX_OPTIONS = (*_PLACES, "whole_sizes", "device", "kv_heads", "head_dim")
-"""What is said of a call beside its sizes and captures."""
+"""Options of a call beside its sizes and captures."""
 _PAIR = ("b", "h", "q_idx", "kv_idx")
 
 

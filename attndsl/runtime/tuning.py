@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
 _WARM_UP, _MEASURED = 3, 0.1
-"""Runs, and the seconds that are measured after them."""
+"""Runs before the measurement, and the seconds that it takes."""
 _AHEAD = 2_000_000
 """Cycles that a GPU waits, a millisecond or so: longer than the host needs for a call."""
 
@@ -55,9 +55,9 @@ class Measurement:
     kernel: str
     config: str
     milliseconds: float | None
-    """Of the whole forward or backward call; None where the config does not fit the device."""
+    """Time of the whole forward or backward call; None where the config does not fit the device."""
     why: str = ""
-    """Why there is no time."""
+    """Reason why there is no time."""
     chosen: bool = False
 
     def __str__(self) -> str:

@@ -28,11 +28,11 @@ class Places(NamedTuple):
     """
 
     token: torch.Tensor
-    """(tokens,), int64: whose rows are written."""
+    """(tokens,), int64: the tokens whose rows are written."""
     page: torch.Tensor
     row: torch.Tensor
     exist: torch.Tensor
-    """Whether any token has a place, 0-d."""
+    """0-d bool: True if any token has a place."""
 
 
 def append(

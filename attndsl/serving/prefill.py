@@ -47,9 +47,9 @@ MOST_FEW = 64
 """Queries of a request that kernels for pages run: a tile of them has no more rows."""
 _FIELDS = 5
 _MOST_BYTES = 1 << 28
-"""Of the keys that one call copies, unless one request has more."""
+"""The most bytes of the keys that one call copies, unless one request has more."""
 _TILE = 128
-"""Rows and keys of a tile, where a program is asked whether formulas tell its tiles."""
+"""Rows and keys of the tile for which :func:`has_formulas` plans a loop."""
 
 
 class Chunked(NamedTuple):
@@ -60,18 +60,18 @@ class Chunked(NamedTuple):
     together: int
     """Slots of one call."""
     rows: int
-    """Of each slot."""
+    """Rows of each slot."""
     whole: bool
-    """Whether rows are all tokens, as they lie: of one request alone."""
+    """True if the rows are all tokens, as they lie: those of a single request."""
     most: int
-    """Queries of a request."""
+    """The most queries of a request."""
     backend: Backend
-    """Of dense calls."""
+    """Backend of dense calls."""
     terms: Terms
     call: Call
     """One of them, checked, without its captures."""
     beyond: tuple[bool, bool]
-    """Of :func:`visits_beyond`."""
+    """Result of :func:`visits_beyond`."""
 
 
 def capacity_of(

@@ -72,9 +72,9 @@ class Run(NamedTuple):
     rows: int
     """Queries of each."""
     length: int
-    """The most keys of one."""
+    """The most keys of a request."""
     is_exact: bool
-    """Whether each has so many queries, not fewer."""
+    """True if each has exactly so many queries, not fewer."""
 
 
 def runs_of(step: ServeStep, known: Sequence[Run] | None) -> Sequence[Run]:

@@ -1,4 +1,4 @@
-"""State that steps of one signature share, so that a repeated step is checked and bound once.
+"""Cache of prepared steps by signature, so that a repeated step is checked and bound once.
 
 A signature has all that the outcome depends on beside values that kernels read: shapes, strides,
 dtypes, kinds of captures and scales, capacities, and what numbers of the call stand for themselves.
@@ -55,20 +55,21 @@ class PreparedStep(NamedTuple):
 
     backend: ReadsPages
     program: Program
-    """Whose captures a step has."""
+    """Program whose captures a step has."""
     terms: Terms
     call: Call
-    """One of them, checked, without its captures: nobody's tensors are kept alive."""
+    """Template of a call, checked, without its captures, so that no tensor is kept alive."""
     needs: ValueChecks
     made: tuple[tuple[str, str], ...]
-    """As of :class:`~attndsl.backends.paged_requests.Pages`."""
+    """Captures that follow from ``starts`` and ``lengths``; see ``made`` of
+    :class:`~attndsl.backends.paged_requests.Pages`."""
     chunked: Chunked | None
-    """What runs the requests with many queries, if these are not run as all others."""
+    """Calls of the requests with many queries, if these are not run as all others."""
     positions: str | None
     """Name of the capture that ``q_index`` is."""
     launches: dict[tuple[bool, ...], Launch] | None
-    """By what a launch depends on beside the signature: how tensors are aligned, and the sign of
-    the scale. None where it depends on more: captures bring addresses of their own, and fp32 a
+    """Launches by the alignment of the tensors and the sign of the scale. None where a launch
+    depends on more than these and the signature: captures bring addresses of their own, and fp32 a
     setting of torch."""
 
     def run(self, step: ServeStep, captures: Captures, found: torch.Tensor | None) -> Results:
@@ -221,7 +222,7 @@ def signature_of(
 def signature_of_requests(
     step: ServeStep, tokens: int, by_token: bool
 ) -> tuple[object, ...] | None:
-    """The part of a step's signature that its layers share, which q and pages say nothing of.
+    """The part of a step's signature that its layers share: table, lengths, starts and limits.
 
     Args:
         step: Its inputs; ``cache`` is a cache.

@@ -53,7 +53,7 @@ class Serving(Compiled):
     _dims: tuple[str, ...]
     """Params that declared dims depend on."""
     _by_token: bool
-    """Whether the program speaks of tokens, or of their number."""
+    """True if the program reads ``token`` or ``tokens``."""
 
     def serve(
         self,
@@ -251,7 +251,7 @@ class Serving(Compiled):
             return prepared.run(step, given, None if plan is None else plan.found)
 
     def _check_program(self, return_lse: bool) -> None:
-        """Refuse programs that draw numbers, and those without what is asked for.
+        """Refuse programs that draw numbers, or that have no log-sum-exp where it is requested.
 
         Raises:
             UnsupportedError: Says what to write instead.

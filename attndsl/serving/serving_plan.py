@@ -35,15 +35,15 @@ class ServingPlan:
     held: tuple[torch.Tensor | None, ...]
     """Table, lengths, starts and ``q_index``."""
     pages: tuple[int, int]
-    """Their number, which page numbers were held to, and the size of one."""
+    """Number of pages, which page numbers were held to, and the size of one."""
     runs: tuple[Run, ...] | None
-    """Of calls of gathered keys, where the host has read the numbers of queries."""
+    """Runs of calls of gathered keys, where the host has read the numbers of queries."""
     found: torch.Tensor | None
     """Requests with many queries; see :func:`.prefill.found_chunks`."""
     versions: tuple[int | None, ...] | None
-    """Of what is held, where the plan depends on values."""
+    """Versions of the held tensors, where the plan depends on values."""
     in_graph: bool
-    """Whether a CUDA graph makes the plan again at each replay."""
+    """True if a CUDA graph makes the plan again at each replay."""
     signature: tuple[object, ...] | None
     """The part of each layer's signature that the plan knows; see :mod:`.serve_cache`."""
 

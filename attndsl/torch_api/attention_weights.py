@@ -1,4 +1,4 @@
-"""Attention weights as an array, for those who ask to see them."""
+"""Attention weights as a dense tensor, for ``need_weights`` of torch's modules."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from attndsl.attention import Attention
 
 POSITION = {"batch": "b", "heads": "h", "q_len": "q", "kv_len": "kv"}
-"""How a lookup writes the index along each dim."""
+"""Variable that indexes each dim in a lookup."""
 REACH = {
     "all": "",
     "causal": "causal()",
     "causal_lower_right": "causal_lower_right()",
     "range": "first_key[q] <= kv < end_key[q]",
 }
-"""Which keys a query may see, before any mask, as a condition of the language."""
+"""Condition of the language for the keys that a query may see, before any mask."""
 FIRST_KEY, END_KEY = "first_key", "end_key"
 """Captures of the reach ``range``: bounds of the keys that each query sees."""
 
@@ -34,7 +34,7 @@ class CaptureForm:
     """``live`` (true: the pair takes part), ``dead`` (true: it does not), ``bias`` (added to the
     score), ``sparse bias`` (the same, and -inf is a mask), ``bound`` (of the reach ``range``)."""
     dims: tuple[str, ...]
-    """Of ``POSITION``, in its order."""
+    """Dims among ``POSITION``, in its order."""
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...]]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "titan_"
 DOCUMENT = f"{_PREFIX}document"
-"""What composed programs capture: the document of each position of whole sequences."""
+"""Capture of composed programs: the document of each position of whole sequences."""
 _DOCUMENTS = """
 tensor document[batch, q_len]: int
 mask = document[b, q] == document[b, kv]

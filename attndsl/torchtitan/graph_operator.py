@@ -1,4 +1,4 @@
-"""Calls of shared rows in graphs of torch.compile, as an operator that looks at nothing.
+"""A torch operator for calls of shared rows in graphs of torch.compile.
 
 Documents decide which keys travel, and a graph cannot know that they have changed. So the graph
 calls this operator, and what it does follows from the documents of the batch.

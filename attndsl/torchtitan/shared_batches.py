@@ -41,7 +41,7 @@ class SharedRows:
         self, mesh: DeviceMesh, layout: str, modules: Sequence[Shared], shape: Shape
     ) -> None:
         self.home = next(_NUMBERS)
-        """What graphs know this by."""
+        """Number by which graphs find this object."""
         self._cp = ContextParallel(mesh, layout)
         self._shape = shape
         self._programs = [module.attention for module in modules]
@@ -144,4 +144,4 @@ class SharedRows:
 
 
 HOMES: WeakValueDictionary[int, SharedRows] = WeakValueDictionary()
-"""By number: graphs hold no objects."""
+"""Living batches by number: graphs hold no objects."""

@@ -1,1 +1,1 @@
-"""Warnings about correct programs that hardly mean what they say."""
+"""Warnings about valid but probably unintended programs."""

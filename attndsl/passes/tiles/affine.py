@@ -70,7 +70,7 @@ class Symbols:
     values: Mapping[Node, Range]
     """The range that each INT expression is taken to have."""
     wraps: bool
-    """Whether an integer that sets build may need more than 64 bits."""
+    """True if an integer that sets build may need more than 64 bits."""
 
 
 def symbols_of(root: Node) -> Symbols:
@@ -97,9 +97,9 @@ class Guard:
     """Cuts and conditions that make the symbols of a mask fit 32 bits."""
 
     cut: Mapping[Node, Node]
-    """What stands for symbols that only comparisons read: their values, cut off to 32 bits."""
+    """Replacements of symbols that only comparisons read: their values, cut off to 32 bits."""
     within: Node | None
-    """BOOL: whether the other symbols fit 32 bits; None where their widths say so."""
+    """BOOL: true if the other symbols fit 32 bits; None where their widths say so."""
 
 
 def guard_of(mask: Node, wide: frozenset[str]) -> Guard:

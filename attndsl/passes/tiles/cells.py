@@ -43,7 +43,7 @@ class _Steps:
     shift: int
     period: int
     size: int
-    """Of the cells between which it may jump; 0 where it never does."""
+    """Size of the cells between which it may jump; 0 where it never does."""
 
 
 def cells_of(mask: Node) -> dict[Node, Cell]:

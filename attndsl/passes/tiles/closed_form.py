@@ -44,7 +44,7 @@ out what they are of: see M23 in docs/measured.md."""
 MAX_ENDS, MAX_TRIES = 30_000, 48
 """Operations that the ends of one range may take, and pieces that are tried as ranges."""
 MAX_PRODUCT = 128
-"""Convex pieces of what is live times those of what is dead: beyond it their difference may take
+"""Convex pieces of live pairs times those of dead pairs: beyond it their difference may take
 minutes, which isl's count of operations does not show."""
 _STRIDES = (2, 4, 8, 16, 32, 64)
 
@@ -177,7 +177,7 @@ class _Derivation:
     def _tiled(
         self, mask: Node, owner: tuple[str, int], loop: tuple[str, int]
     ) -> tuple[Any, Any, Any]:
-        """All pairs, those that are live, and the map from pairs to tiles along the loop."""
+        """The sets of all and of live pairs, and the map from pairs to tiles along the loop."""
         pairs = self._set("{ [q, kv] : q >= 0 and kv >= 0 }")
         (owner_name, own), (loop_name, along) = owner, loop
         self.strides = (*_periods(mask, along), *_STRIDES)
@@ -359,7 +359,7 @@ class _AstWriter:
             return self.reader.read(self.build.node_from_schedule_map(schedule))
 
     def range(self, first: Any, last: Any, step: int, guard: Any) -> Segment:
-        """From ``first`` to ``last``, functions of the parameters, where ``guard`` holds of them.
+        """Segment from ``first`` to ``last``, functions of the parameters, where ``guard`` holds.
 
         Raises:
             NoClosedForm: The functions or the guard are too complicated.

@@ -1,4 +1,4 @@
-"""A mask over a box of pairs, in three-valued logic: may it hold somewhere, must it everywhere.
+"""Interval arithmetic of a mask over a tile: may it hold somewhere, must it hold everywhere.
 
 Interval arithmetic turns the mask into two BOOL expressions over the bounds of ``q`` and ``kv`` in
 a tile, and over the least and the greatest value that an expression of ``q`` alone (or of ``kv``
@@ -59,7 +59,7 @@ class Bounds:
     columns: tuple[Node, ...]
     """The same of ``kv``, ``$column{n}_low`` and ``$column{n}_high``."""
     opaque: tuple[str, ...]
-    """Why parts of the mask are undecided wherever they are looked at."""
+    """Reasons why parts of the mask are undecided wherever they are evaluated."""
     cells: tuple[Cell, ...] = ()
     """Conditions of both positions; the n-th one's least and greatest value in a tile are the BOOL
     params ``$cell{n}_low`` and ``$cell{n}_high``."""
@@ -439,7 +439,7 @@ def _increasing(item: Node, a: Pair) -> Pair:
 
 
 def _bit_and(item: Node, a: Pair, b: Pair) -> Pair | None:
-    """With 2**k - 1 it is ``% 2**k``."""
+    """Bounds of ``&`` with 2**k - 1, which is ``% 2**k``."""
     for value, mask in ((a, item.args[1]), (b, item.args[0])):
         bits = mask.value if mask.op is Op.CONST else None
         if isinstance(bits, int) and bits > 0 and bits & bits + 1 == 0:

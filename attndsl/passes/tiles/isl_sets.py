@@ -32,7 +32,7 @@ factors and divisors in them: see M23 in docs/measured.md."""
 MAX_NESTED = 5
 """Remainders of remainders: each level doubles the time of single operations of isl, and more."""
 _FACTOR = re.compile(r"(?<!\w)(\d+)\*?(?=[A-Za-z(])|(?:/|mod )(\d+)")
-"""In isl's text of a set. Constants that are added do not matter."""
+"""Factors and divisors in isl's text of a set. Constants that are added do not matter."""
 
 
 class TooComplicated(Exception):

@@ -1,4 +1,4 @@
-"""Masks on both sides of any mask: what may be live, and what surely is.
+"""Upper and lower bounds of a mask: pairs that may be live, and pairs that surely are.
 
 A condition that is not decided is taken to hold in the upper mask and not to hold in the lower one,
 with regard to the ``not`` around it. So lower <= mask <= upper, pair by pair, whatever the

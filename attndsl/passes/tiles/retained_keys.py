@@ -44,7 +44,7 @@ class Projection:
     symbols: Mapping[str, Node]
     """The expression of each symbol. None varies with ``q`` or ``kv``."""
     exact: bool
-    """Whether each of these keys is seen by some query, rather than may be."""
+    """True if some query sees each of these keys, False if a query only may see it."""
     # isl's objects are not for several threads at a time.
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 

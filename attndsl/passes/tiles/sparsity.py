@@ -44,7 +44,7 @@ class Atom:
     way: str
     """``integer sets``, ``summaries``, ``evaluation`` or ``the score``."""
     reason: str
-    """Why no earlier way, empty for integer sets."""
+    """Reason why no earlier way is used; empty for integer sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class Sparsity:
 
     mask: Node | None
     plain: bool
-    """Whether the score is ``scale * (q . k)`` itself."""
+    """True if the score is ``scale * (q . k)`` itself."""
     not_affine: str | None
-    """Why the mask is no quasi-affine one; None where it is one (or there is none)."""
+    """Reason why the mask is not quasi-affine; None where it is (or there is none)."""
     bounds: Bounds | None
     evaluate: bool
-    """Whether tiles that bounds leave undecided are evaluated."""
+    """True if tiles that bounds leave undecided are evaluated."""
     by_batch: bool
     by_head: bool
     atoms: tuple[Atom, ...] = ()

@@ -25,9 +25,9 @@ TILES = param("$tiles", DType.INT)
 WHOLE = param("$whole", DType.INT)
 """Number of tiles along the loop that FULL may name: those that need no bound checks."""
 OWN = param("$own", DType.INT)
-"""Index of the tile that asks, among those that ``LoopPlan.visitors`` names."""
+"""Index of the owning tile, among those that ``LoopPlan.visitors`` names."""
 EMPTY, PARTIAL, FULL = 0, 1, 2
-"""Kinds of tiles, as arrays of kinds hold them."""
+"""Kinds of tiles, as arrays store them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,20 @@ class LoopPlan:
     full: tuple[Segment, ...] = ()
     partial: tuple[Segment, ...] = ()
     listed: str | None = None
-    """Why the tiles come from lists written at run time rather than from the segments."""
+    """Reason why lists written at run time give the tiles; None where the segments do."""
     descending: bool = False
-    """Whether later tiles have more work, and so begin first."""
+    """True if later tiles have more work, and so begin first."""
     short: bool = False
-    """Whether the number of tiles does not grow with the length."""
+    """True if the number of tiles does not grow with the length."""
     within: Node | None = None
     """BOOL: where it is false, an int is too large for the closed form, and the segments name all
     tiles PARTIAL; None where that cannot be."""
     visitors: tuple[Segment, ...] = ()
-    """Where owning tiles take turns: which of them visit a tile along the loop. There ``$tile`` is
-    that tile, and ``$tiles`` the number of owning tiles. Exactly those whose segments name it."""
+    """For loops whose owning tiles take turns: the owning tiles that visit a tile along the loop,
+    exactly those whose segments name it. ``$tile`` is the visited tile, and ``$tiles`` the number
+    of owning tiles."""
     two_sided: bool = False
-    """There: whether PARTIAL tiles may lie on both sides of the FULL ones."""
+    """True if PARTIAL tiles may lie on both sides of the FULL ones, in such loops."""
 
 
 def guarded(loop: LoopPlan, within: Node | None) -> LoopPlan:
