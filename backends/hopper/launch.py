@@ -67,7 +67,7 @@ class View:
     """Descriptor of a tensor, and of all others of its dtype, shape, strides and alignment."""
 
     attributes: dict[str, Any]
-    """Of a descriptor, but for the tensor."""
+    """Attributes of the descriptor, without the tensor."""
     encode: Callable[[TensorDescriptor], Sequence[object]] | None
     """See :attr:`Launch.encoders`."""
 
@@ -84,7 +84,7 @@ class Views:
 
     each: tuple[View, ...] = ()
     seen: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = tuple
-    """What the kernel sees, one tensor for each view, of the tensors that a launch has."""
+    """Function from a launch's tensors to the tensors that the kernel sees, one for each view."""
 
 
 class RowStatistics(NamedTuple):

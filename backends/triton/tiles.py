@@ -36,7 +36,7 @@ class Widths:
     d: int
     """Head dim of q and k, rounded up to a power of two."""
     dv: int
-    """Of v, likewise."""
+    """Head dim of v, likewise."""
     element_bytes: int
     """Bytes of an element of q, k and v."""
 
@@ -77,7 +77,7 @@ class Tiles:
     and are mostly faster: see M15 in docs/measured.md."""
     owns_keys: bool = False
     whole_diagonals: bool = False
-    """Whether the rows of a tile must be a multiple of its columns."""
+    """True if the rows of a tile must be a multiple of its columns."""
 
     def configs(self, job: Job, machine: Target) -> Row:
         """Configurations of a job, in order; one alone for the interpreter."""

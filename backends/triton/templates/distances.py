@@ -6,7 +6,7 @@
 
 @triton.jit
 def diagonal_lives(q, kv, scope):
-    """Whether some, and whether all pairs take part that have the distances of a tile."""
+    """Tell if some, and if all pairs take part that have the distances of a tile."""
     live = tl.full([BLOCK_M, BLOCK_N], 1, tl.int1)
     if MASKED:
         s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -1,4 +1,4 @@
-"""What a tile of pairs adds to sums. Follows ``weights.py`` in one module, its kernel follows."""
+"""Sums over a tile of pairs. Follows ``weights.py`` in one module, its kernel follows."""
 # ruff: noqa: F821
 
 #: begin
@@ -6,7 +6,7 @@
 
 @triton.jit
 def lives_of_tile(corner, origins, scope):
-    """Whether some and whether all pairs of a tile take part."""
+    """Tell if some, and if all pairs of a tile take part."""
     sizes = scope.sizes
     rows = corner.q + tl.arange(0, BLOCK_M)
     columns = corner.kv + tl.arange(0, BLOCK_N)
