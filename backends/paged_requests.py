@@ -14,7 +14,7 @@ class Packed(NamedTuple):
     starts: torch.Tensor
     """(B,) int: the token that is each request's row 0."""
     tokens: int
-    """How many there are, those of no request included."""
+    """Number of tokens, those of no request included."""
     room: int
     """The most keys of a request: what ``q_len`` and ``kv_len`` are in the dims of tensors."""
     positions: torch.Tensor | None

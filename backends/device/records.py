@@ -295,7 +295,7 @@ class Weights(NamedTuple):
     p_slope: Any
     """Their derivatives by the final score: of a softmax, once delta is taken off dP, p itself."""
     live: Any
-    """Which pairs take part."""
+    """Mask of the pairs that take part."""
     raw: Any
     """scale * (q . k)."""
     final: Any

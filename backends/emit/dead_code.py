@@ -81,7 +81,7 @@ class _DeviceFunction:
     definitions: dict[str, list[ast.stmt]] = field(default_factory=dict)
     """Statements without effects, by the locals that they define."""
     within: dict[ast.stmt, tuple[ast.stmt, int]] = field(default_factory=dict)
-    """What each statement is under, and in which of its branches."""
+    """Compound statement around each statement, and the index of its branch there."""
     needed: set[str] = field(default_factory=set)
     """Parameters and locals."""
 

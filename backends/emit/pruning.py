@@ -27,7 +27,7 @@ class Needed(Protocol):
     """Parts of a module that are needed."""
 
     names: set[str]
-    """What the module defines or imports."""
+    """Needed names of those that the module defines or imports."""
     statements: dict[ast.stmt, int]
     """Statements of functions, and the last branch that is needed, of those that have branches."""
 

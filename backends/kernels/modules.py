@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .target import Target
 
 _Place = tuple[str, str, Config, tuple[int | bool, ...]]
-"""What is compiled: a module's key, the function, its tile size, and constants of it alone."""
+"""Key of a compilation: a module's key, the function, its tile size, and its own constants."""
 _LIST_CONFIG = (4, 1)
 """Warps and stages of the kernels that find tiles."""
 _LISTINGS = ("summarise", "classify", "refine", "list_tiles")
@@ -112,7 +112,7 @@ class Modules:
         self._begun: dict[_Place, _Module] = {}
         """Modules whose kernels are being compiled, and that nobody has asked for."""
         self.kept_lists = KeptLists("lists of tiles by mask, sizes, tensors and their versions")
-        """Of the masks whose tiles have no closed form."""
+        """Tile lists of the masks whose tiles have no closed form."""
         self.built = 0
         """Kernels compiled (or taken into the interpreter) by this object so far."""
         CACHES.at_fork(self)

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
 HAS_LAUNCHERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-"""Whether this Triton has a launcher compiled for each kernel."""
+"""True if this Triton compiles a launcher for each kernel."""
 TARGETS = tuple(name for name in SHARED_MEMORY if name.startswith("cuda:"))
 """GPUs that kernels can be compiled for without them."""
 _MOST_THREADS = 1024
 _REGISTER_BYTES = 4
 DRIVER = "driver"
-"""What the module of Triton's driver is called among launchers."""
+"""Name of the module of Triton's driver among launchers."""
 _LIBRARY = "libcuda.so.1"
 
 
@@ -152,7 +152,7 @@ class AbsentGPU:
         """By name of a launcher's folder there: its name where Triton knows less, or more, of the
         platform. See :func:`_other_platform`."""
         self.without_launchers = "" if HAS_LAUNCHERS else "this Triton needs none"
-        """Why there are none, or empty."""
+        """Reason why there are no launchers, or empty."""
         self._lock, self._asked = threading.Lock(), threading.local()
 
     def activate(self) -> None:

@@ -46,9 +46,9 @@ class StepRows:
     grad_out: torch.Tensor
     lse: LogSumParts
     delta: torch.Tensor | None
-    """What all scores of a row have in common in their gradients; None where nobody has asked."""
+    """Value of each row that the gradients of all its scores share; None where not needed."""
     dq: torch.Tensor | None
-    """What the spans so far have added up to; None where that is not wanted."""
+    """Sum of dQ over the spans so far; None where it is not wanted."""
 
 
 class StepGradients:

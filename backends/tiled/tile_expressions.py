@@ -101,7 +101,7 @@ class _Order(NamedTuple):
     nodes: tuple[Node, ...]
     """Operands first, without those that lines alone are made of."""
     lines: frozenset[Node]
-    """Those of the nodes that vary with rows alone, or with keys alone, and are operations."""
+    """Operations among the nodes that vary with rows alone, or with keys alone."""
 
 
 @memoised("orders of operations on tiles", 256)
@@ -135,7 +135,7 @@ class Tile:
     ranges: dict[str, Range]
     """Logical positions of the names that run over consecutive ones."""
     places: dict[str, Range]
-    """Of the pairs, within those of the call."""
+    """Ranges of the pairs, within those of the call."""
 
     def evaluate(self, *roots: Node) -> tuple[torch.Tensor, ...]:
         """Values of ``roots``, each of four dims of full size or 1; not to be written to."""
