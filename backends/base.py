@@ -291,7 +291,7 @@ class Wants:
     """True if the gradients of q, k and v are in fp32 while q, k and v are of a half type."""
     partial: bool = False
     """True if ``out`` and ``lse`` may cover more keys than the call has. The gradients of a row's
-    scores then do not add up to what the call's own results would tell."""
+    scores then do not sum to the value that the call's own results imply."""
 
 
 class Backward(NamedTuple):
@@ -347,7 +347,7 @@ class CallGradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tangents:
-    """Directions, of the shape and dtype of what moves; None, or no entry, for what does not."""
+    """Directions, each of the shape and dtype of its tensor; None, or no entry, for constants."""
 
     q: torch.Tensor | None = None
     k: torch.Tensor | None = None

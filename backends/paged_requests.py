@@ -16,7 +16,7 @@ class Packed(NamedTuple):
     tokens: int
     """Number of tokens, those of no request included."""
     room: int
-    """The most keys of a request: what ``q_len`` and ``kv_len`` are in the dims of tensors."""
+    """The most keys of a request: the value of ``q_len`` and ``kv_len`` in the dims of tensors."""
     positions: torch.Tensor | None
     """(tokens,) int: logical positions, where they are not the request's last ones."""
     requests: torch.Tensor | None = None

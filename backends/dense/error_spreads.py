@@ -237,7 +237,7 @@ class _Pairs:
 
 
 class _GradientErrors:
-    """Squares of the errors of the gradients of scores, and of what else a program says."""
+    """Squares of the errors of the gradients of scores, and of the program's other values."""
 
     def __init__(self, pairs: _Pairs, results: Backward) -> None:
         call, dense, precision = pairs.call, pairs.dense, pairs.precision

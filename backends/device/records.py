@@ -109,7 +109,7 @@ class Softmax(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Rows of one head's k and v, and what gives the positions of these."""
+    """Rows of one head's k and v, and the origins of their positions."""
 
     k: Any
     v: Any
@@ -152,7 +152,7 @@ class KeyTile(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Keys of a tile: the first one, the numbers of all, and what gives their positions."""
+    """Keys of a tile: the first one, the numbers of all, and the origin of their positions."""
 
     first: Any
     numbers: Any

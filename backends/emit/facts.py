@@ -129,7 +129,7 @@ class KernelFacts:
     q_kind: str
     """``offset``, ``tensor`` or ``index``: how logical query positions are given."""
     q_origin_type: str
-    """Triton's name of the type of what gives them."""
+    """Triton's name of the type of the argument that gives them."""
     kv_kind: str
     kv_origin_type: str
     aligned: bool
@@ -167,7 +167,7 @@ class KernelFacts:
     pair_tiles: tuple[PairTile, ...] = ()
     """Tensors that the kernel reads by tiles; empty in kernels that read none so."""
     features: tuple[str, ...] = ()
-    """Flags of what a Hopper backward has for gradients of captures (``Wants.features``)."""
+    """Flags of the features of a Hopper backward for gradients of captures (``Wants.features``)."""
     takes_turns: bool = False
     """True if a Hopper backward adds to dQ in a fixed order (``features/ordered_dq.py``)."""
     small_tiles: bool = False

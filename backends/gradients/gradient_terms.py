@@ -77,4 +77,4 @@ def is_plain(term: Term) -> bool:
 
 
 ONE = const(1.0)
-"""Factor of what is added to the score as it is."""
+"""Factor of a term that is added to the score as it is."""

@@ -57,7 +57,7 @@ class HopperLayout(LaunchSpec):
     copied: tuple[int, ...] = ()
     """Numbers of those of the ``pair_tiles`` that are copied first."""
     stores: tuple[Buffer, ...] = ()
-    """Buffers of a backward's features: what they store, and what they add to."""
+    """Buffers that a backward's features store to; they add to those in ``sums``."""
     sums: tuple[Buffer, ...] = ()
 
 

@@ -40,7 +40,7 @@ class Launch:
     run: Callable[[int, int, Sequence[object]], None]
     """Takes the number of programs, the stream, and the arguments but for trailing constants."""
     encoders: Mapping[str, Callable[[TensorDescriptor], Sequence[object]]]
-    """By argument: what the kernel gets in place of a descriptor. Empty where it gets these."""
+    """Encoders of descriptors, by argument. Empty if the kernel takes descriptors."""
 
 
 def launch_of(executable: Executable) -> Launch:
@@ -72,7 +72,7 @@ class View:
     """See :attr:`Launch.encoders`."""
 
     def descriptor(self, tensor: torch.Tensor) -> TensorDescriptor:
-        """The descriptor of ``tensor``; what has been checked of the first one is not again."""
+        """The descriptor of ``tensor``; the checks of the first one are not made again."""
         found = object.__new__(TensorDescriptor)
         found.__dict__.update(self.attributes, base=tensor)
         return found

@@ -47,11 +47,11 @@ class ForwardMemory(NamedTuple):
     out: Any
     """Place of the output; None where it takes that of q."""
     items: Channel
-    """One stage, in which the producer says what a work tile is: a ``QueryItem``."""
+    """One stage, in which the producer describes a work tile: a ``QueryItem``."""
     kept: Any
     """Channel of which pairs dropout keeps."""
     bias: Any
-    """Channel of what each pair looks up: one stage a consumer."""
+    """Channel of the values that pairs look up: one stage a consumer."""
     overflowed: Any
     """Flags of weights that were too large or too small: of two work tiles, for each consumer."""
 
@@ -74,11 +74,11 @@ class BackwardMemory(NamedTuple):
     p_slope: Any
     """Above head dim 128: weights' derivatives by the score (keys, queries)."""
     items: Channel
-    """One stage, in which the producer says what a work tile is: a ``KeyItem``."""
+    """One stage, in which the producer describes a work tile: a ``KeyItem``."""
     kept: Any
     """Channel of which pairs dropout keeps."""
     bias: Any
-    """Channel of what each pair looks up."""
+    """Channel of the values that pairs look up."""
     lines: Any
     """Sums of dS along diagonals, which the producer adds up."""
     turns: Channel
@@ -157,12 +157,12 @@ class Turn(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A work tile of one head, and what its functions read."""
+    """A work tile of one head, and the values that its functions read."""
 
     tile: Any
     """Its index: of queries in a forward, of keys in a backward."""
     scope: Any
-    """The head, the call's sizes, and what the program adds."""
+    """The head, the call's sizes, and the program's own arguments."""
     visits: Any
     nothing: Any
     """True if it has no tile, so that one beyond all keys stands for it."""

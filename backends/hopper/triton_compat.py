@@ -44,7 +44,7 @@ if _VERSION >= (3, 9):
 
 _OWN_LAUNCHER = (3, 6)
 """Triton that generates a C function for each signature, which takes the kernel's arguments one by
-one; later ones have one for all, which takes them as a sequence, and what their types are."""
+one; later ones have one function for all, which takes a sequence of arguments and their types."""
 _READ_VERSIONS = (_OWN_LAUNCHER, (3, 7), (3, 8), (3, 9))
 """Versions whose launchers have been read: the order of arguments of their C functions is known."""
 _LAUNCHER_FIELDS = (
@@ -108,7 +108,7 @@ def direct_launch(
 
 
 def tensor_map_encoders(kernel: Any) -> dict[str, Callable[[Any], Sequence[object]]]:
-    """By argument: what Triton makes a descriptor's tensor map, sizes and strides with."""
+    """Functions by argument by which Triton makes a descriptor's tensor map, sizes and strides."""
     rest = (None,) * (len(inspect.signature(driver.make_tensordesc_arg).parameters) - 2)
 
     def encoder(meta):

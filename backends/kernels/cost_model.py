@@ -44,9 +44,9 @@ _WIDE = 100
 """Instructions of a 64-bit division, which is a function of its own."""
 _FREE = frozenset({Op.CONST, Op.VAR, Op.SIZE, Op.PARAM, Op.SCORE, Op.DOT})
 _AHEAD = 0.5
-"""Share of an instruction for what does not read the score: it is done while products are made."""
+"""Share that counts of an instruction that does not read the score: it runs beside products."""
 _ALONG = 0.25
-"""Share for what varies with the row or the column alone: fewer elements are made."""
+"""Share that counts where values vary with the row or the column alone: fewer elements are made."""
 
 
 def work_of_pair(

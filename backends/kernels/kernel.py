@@ -126,7 +126,7 @@ class Kernel:
     most_work: int | None = None
     """Instructions a pair beyond which another family runs the call; None for any number."""
     most_work_of_score: int | None = None
-    """The same, of what reads the score."""
+    """The same, for the instructions that read the score."""
     most_work_of_mask: int | None = None
     """The same, of a mask that FULL tiles do not do; None where it counts as all else."""
 
@@ -161,7 +161,7 @@ class FixedKernel:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One kernel of one call: the kernel, the program, and what the module depends on besides."""
+    """One kernel of one call: the kernel, the program, and all else that the module depends on."""
 
     kernel: Kernel
     lowered: Lowered

@@ -110,7 +110,7 @@ class Modules:
         self._executables: dict[tuple[object, ...], Executable] = {}
         self._compilations = Compilations()
         self._begun: dict[_Place, _Module] = {}
-        """Modules whose kernels are being compiled, and that nobody has asked for."""
+        """Modules whose kernels are being compiled before anything asked for them."""
         self.kept_lists = KeptLists("lists of tiles by mask, sizes, tensors and their versions")
         """Tile lists of the masks whose tiles have no closed form."""
         self.built = 0
@@ -463,7 +463,7 @@ def _about(job: Job, kernel: str, machine: Target) -> dict[str, Any]:
 
 
 def _key(job: Job, family: str, kind: str, machine: Target) -> str:
-    """Digest of what a module depends on."""
+    """Digest of all that a module depends on."""
     precision = machine.products(job.facts).precision if family else "ieee"
     return KernelKey(
         program=job.lowered.digest,

@@ -60,7 +60,7 @@ class Loaded(NamedTuple):
 
 
 class _Found(Exception):
-    """Signal that a file is in Triton's cache by now. Nobody else raises or catches it."""
+    """Signal that a file is in Triton's cache by now. Nothing else raises or catches it."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -147,7 +147,7 @@ class AbsentGPU:
         self._target = parse_target(target)
         self.utils = _Utilities(self._target, SHARED_MEMORY[target])
         self.launchers: dict[str, Path] = {}
-        """By hash of a kernel, or ``driver``: what a C compiler made, in Triton's cache."""
+        """Results of a C compiler in Triton's cache, by hash of a kernel, or ``driver``."""
         self.twins: dict[str, str] = {}
         """By name of a launcher's folder there: its name where Triton knows less, or more, of the
         platform. See :func:`_other_platform`."""

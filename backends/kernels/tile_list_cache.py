@@ -43,7 +43,7 @@ class _Kept:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class KeptLists:
-    """Lists by what they follow from: a cache whose entries go when tensors do."""
+    """Lists by the values that they follow from: a cache whose entries go when tensors do."""
 
     name: str
     """Name of the cache, as of a :class:`~attndsl.foundation.caches.BoundedCache`."""

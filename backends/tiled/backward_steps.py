@@ -91,7 +91,7 @@ class StepGradients:
         self._scores_matter = bool(wants.q or wants.k or self._score_terms)
 
     def _add(self, step: QueryStep) -> None:
-        """Add what the rows of ``step`` contribute."""
+        """Add the contributions of the rows of ``step``."""
         place = place_of(step, self._call)
         queries, grad_out = place.queries(self._scorer.q), place.queries(self._grad_out)
         # torch's own backward makes it itself.

@@ -58,7 +58,7 @@ class Limits:
 
 CPU = Limits(SPAN, 1 << 19)
 DEVICE = Limits(SPAN, 1 << 22)
-"""On other devices than CPUs, where what counts is how many operations are started."""
+"""Limits for other devices than CPUs, where the number of operations that are started counts."""
 PLAIN = Limits(SPAN, 1 << 24, full_apart=True)
 """Limits for torch's own attention, which keeps no scores. The bias of a span that a mask decides
 takes memory, and the number of heads that run side by side decides the time. See M50 in

@@ -59,7 +59,7 @@ def _of_query_tile(config: Config, widths: Widths) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """Tile sizes of one kernel, by what its loop is like and by the wider head dim."""
+    """Tile sizes of one kernel, by the kind of its loop and by the wider head dim."""
 
     dense: Mapping[int, Row]
     masked: Mapping[int, Row] = field(default_factory=dict)

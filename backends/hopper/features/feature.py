@@ -144,7 +144,7 @@ class Feature:
     sums: tuple[Buffer, ...] = ()
     """Buffers of a backward whose arguments stand before the program's, as fields of its record."""
     takes: Callable[[GradientPlan, Lowered, Call], GradientPlan] | None = None
-    """The plan with what the feature takes from kernels of their own."""
+    """The plan, in which the feature takes over gradients from kernels of their own."""
     collect: Collect | None = None
     """The results with the gradients that come of it."""
 

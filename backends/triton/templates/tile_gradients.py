@@ -25,7 +25,7 @@ def lives_of_tile(corner, origins, scope):
 
 @triton.jit
 def add_pairs(sums, query, keys, scale, scope, PARTIAL: tl.constexpr):
-    """The sums with what these pairs add."""
+    """The sums after adding these pairs."""
     pairs = Pairs(query.places, keys.places, query.exists[:, None], keys.exists[None, :])
     # Both before what takes either, so that the second runs meanwhile.
     s = dot(query.q, tl.trans(keys.k), PRECISION, UPCAST)
