@@ -45,16 +45,16 @@ class Part:
     h_offset: int = 0
     """Logical number of the first query head."""
     counted: frozenset[str] = frozenset()
-    """Of ``q`` and ``kv``: whose logical positions are the numbers of the whole's rows, by which
-    dropout counts. Rows of others count from 0."""
+    """The subset of ``q`` and ``kv`` whose logical positions are row numbers of the whole: dropout
+    counts by these. Rows of the others count from 0."""
     shares: frozenset[tuple[str, int]] = frozenset()
     """Tensors' names and dims that have the part's own rows only."""
     narrowed: frozenset[tuple[str, int]] = frozenset()
-    """Those of the shares that are what was left of whole tensors."""
+    """The shares that were narrowed out of whole tensors."""
     kv_lengths: torch.Tensor | None = None
     """(B,) int: number of keys of each batch entry; ``kv_len`` is the number of rows of k."""
     packed: Packed | None = None
-    """Of requests that are served together; see :mod:`attndsl.serving.ragged_batch`."""
+    """Layout of requests that are served together; see :mod:`attndsl.serving.ragged_batch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Signature:
 
 
 NONE: Mapping[str, Any] = MappingProxyType({})
-"""Of a call without captures."""
+"""Captures, or their gradients, of a call that has none."""
 
 
 class Call(NamedTuple):
@@ -128,18 +128,19 @@ class Call(NamedTuple):
     device, whose sizes agree, whose other arguments agree in type, and whose outputs agree in
     dtype; None where nobody compared them."""
     wide: bool = False
-    """Whether ``out`` is in fp32, and q, k and v are of a half type."""
+    """True if ``out`` is in fp32 while q, k and v are of a half type."""
     draws: Draws | None = None
-    """How dropout counts in a part of a larger call; None where pairs count by their rows. None
-    where the program has no dropout."""
+    """Pair numbers by which dropout counts in a part of a larger call; None where pairs count by
+    their rows, or the program has no dropout."""
     part: Part | None = None
     """None in calls that backends get. Elsewhere ``sizes`` are those of the whole, and offsets may
     be (B,) ints, one for each batch entry."""
     within_graph: bool = False
-    """Whether a graph of torch makes the call. Its memory holds one tensor after the other, and
-    no version says so."""
+    """True if a graph of torch makes the call. Its memory holds one tensor after the other, and no
+    version of a tensor tells them apart."""
     room: torch.Tensor | None = None
-    """Where the output may be written, or dQ by a backward; what is not written there is copied."""
+    """Memory where the output, or a backward's dQ, may be written; a result that was written
+    elsewhere is copied into it."""
 
     @property
     def shifted(self) -> bool:
@@ -287,10 +288,10 @@ class Wants:
     """Flags of features that attention kernels have for gradients of captures, each with the
     tensors and params whose gradients come of it (``hopper/features``)."""
     wide: bool = False
-    """Whether the gradients of q, k and v are in fp32, and q, k and v of a half type."""
+    """True if the gradients of q, k and v are in fp32 while q, k and v are of a half type."""
     partial: bool = False
-    """Whether ``out`` and ``lse`` may be of more keys than the call has. The gradients of a row's
-    scores then do not add up to what the call's own results would tell."""
+    """True if ``out`` and ``lse`` may cover more keys than the call has. The gradients of a row's
+    scores then do not sum to the value that the call's own results imply."""
 
 
 class Backward(NamedTuple):
@@ -301,7 +302,7 @@ class Backward(NamedTuple):
     lse: torch.Tensor
     """(B, Hq, Lq), as ``forward`` gives it."""
     grad_out: torch.Tensor
-    """Of the dtype of ``out``, or of q's."""
+    """Gradient of ``out``, in its dtype or in that of q."""
     grad_lse: torch.Tensor | None
     """In fp32 (fp64 for fp64); None for zeros."""
     wanted: Wants
@@ -314,8 +315,8 @@ class StoredDS:
     values: torch.Tensor
     """(batch, heads, keys, queries), both rounded up to whole tiles."""
     stored: torch.Tensor
-    """(batch, heads, tiles of keys, tiles of queries) int8: 1 for each that was stored; what others
-    have is nothing, and their gradients are zeros."""
+    """(batch, heads, tiles of keys, tiles of queries) int8: 1 where the tile's dS was stored; the
+    rest of ``values`` is uninitialised and counts as zero."""
 
 
 class CallGradients(NamedTuple):
@@ -346,13 +347,13 @@ class CallGradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tangents:
-    """Directions, of the shape and dtype of what moves; None, or no entry, for what does not."""
+    """Directions, each of the shape and dtype of its tensor; None, or no entry, for constants."""
 
     q: torch.Tensor | None = None
     k: torch.Tensor | None = None
     v: torch.Tensor | None = None
     captures: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Of tensors and params, by name."""
+    """Tangents of tensors and params, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,11 +368,11 @@ class Written:
 
 
 UNWRITTEN = Written()
-"""Of texts that are compiled: they are the same for all programs that mean the same."""
+"""The empty form, for compiled texts: programs that mean the same then have the same text."""
 
 
 BoundForward = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
-"""Of q, k, v and captures, output and log-sum-exp."""
+"""Function of q, k, v and captures that returns the output and the log-sum-exp."""
 BoundBackward = Callable[[Sequence[torch.Tensor], Backward], CallGradients]
 
 
@@ -382,17 +383,19 @@ class Backend(Protocol):
     differentiable: bool
     """True: ``forward`` is made of torch operations, and torch differentiates it."""
     checked: bool = False
-    """Whether it looks at lookups' values, which forward mode and ``torch.func`` do not show."""
+    """True if it reads the values of lookups, which forward mode and ``torch.func`` do not show."""
     reads_windows: bool = False
-    """Whether the output that a backward gets may have heads and batch entries further apart."""
+    """True if its backward reads an output whose heads and batch entries lie further apart than in
+    a contiguous one."""
     has_events: bool = False
-    """Whether profiles have events of its forwards and backwards that say the program's name."""
+    """True if profiles show its forwards and backwards as events with the program's name."""
     any_length: bool = False
-    """Whether a call that it can run, it can run with any number of keys, and nothing is kept."""
+    """True if it runs a call with any number of keys where it runs one, and keeps nothing."""
     binds: bool = False
-    """Whether a bound call takes less of the host's time than one that is not."""
+    """True if a bound call takes less of the host's time than an unbound one."""
     contracts: bool = True
-    """Whether it runs programs with contractions; others do by :mod:`.tiled.contractions`."""
+    """True if it runs programs with contractions; other backends leave them to
+    :mod:`.tiled.contractions`."""
 
     def why_not(self, device: torch.device) -> str | None:
         """Reason why this backend cannot run on ``device`` here, or None where it can."""
@@ -536,7 +539,7 @@ class FusedForwardMode(ForwardMode, Protocol):
     """A backend that may have a kernel for results and tangents together."""
 
     fused: bool
-    """Whether it has."""
+    """True if it has one."""
 
     def forward_with_tangents(
         self, lowered: Lowered, call: Call, moved: Tangents

@@ -22,7 +22,7 @@ class FastForm:
     function: str
     """Its name in the library of device functions."""
     words: str
-    """What it is, and its largest error."""
+    """Description of the form, with its largest error."""
 
 
 _EXP = FastForm("exp_ex2", "ex2.approx, error of the exact form but 0 below 2^-126")

@@ -50,7 +50,7 @@ class ResultOrders:
 
     out: MemoryOrder
     q: MemoryOrder
-    """Of q's gradient."""
+    """Memory order of q's gradient."""
     k: MemoryOrder
     v: MemoryOrder
 

@@ -14,9 +14,9 @@ class Packed(NamedTuple):
     starts: torch.Tensor
     """(B,) int: the token that is each request's row 0."""
     tokens: int
-    """How many there are, those of no request included."""
+    """Number of tokens, those of no request included."""
     room: int
-    """The most keys of a request: what ``q_len`` and ``kv_len`` are in the dims of tensors."""
+    """The most keys of a request: the value of ``q_len`` and ``kv_len`` in the dims of tensors."""
     positions: torch.Tensor | None
     """(tokens,) int: logical positions, where they are not the request's last ones."""
     requests: torch.Tensor | None = None

@@ -34,13 +34,13 @@ class Adjoints:
     weights: torch.Tensor
     """The weights themselves, before dropout."""
     score: torch.Tensor
-    """Of the final score, 0 at dead pairs."""
+    """Gradient of the final score, 0 at dead pairs."""
     own: torch.Tensor | None
-    """Of the program's own weights, 0 at dead pairs."""
+    """Gradient of the program's own weights, 0 at dead pairs."""
     sink: torch.Tensor | None
-    """Of the sink, of each row."""
+    """Gradient of the sink, for each row."""
     dropout: torch.Tensor | None
-    """Of the probability of dropout."""
+    """Gradient of the probability of dropout."""
     final: LeafValues
     """The scope of the program's own weights: the final score is its score."""
 

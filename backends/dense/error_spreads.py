@@ -50,7 +50,7 @@ _PAIRS_AT_ONCE = 1 << 20
 _OPERANDS = {"highest": 0.0, "high": 2.0**-11, "medium": 2.0**-8}
 """Roundings of operands, by how torch multiplies matrices of fp32: none, to TF32, to bf16."""
 _SHIFTS = (-2.0, 2.0)
-"""How far raw scores are moved, in their own errors, to see what depends on them."""
+"""Shifts of raw scores, in units of the scores' own errors, that show what depends on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class _Pairs:
 
 
 class _GradientErrors:
-    """Squares of the errors of the gradients of scores, and of what else a program says."""
+    """Squares of the errors of the gradients of scores, and of the program's other values."""
 
     def __init__(self, pairs: _Pairs, results: Backward) -> None:
         call, dense, precision = pairs.call, pairs.dense, pairs.precision

@@ -46,7 +46,7 @@ class LeafValues:
     params: Mapping[str, torch.Tensor]
     tensors: Mapping[str, torch.Tensor]
     score: torch.Tensor
-    """What ``SCORE`` is: the raw score, or the final one for a program's weights."""
+    """Value of ``SCORE``: the raw score, or the final one for a program's weights."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -434,4 +434,4 @@ RULES: dict[Op, Rule] = {
     Op.WHERE: _plain(torch.where),
     Op.CAST: _cast,
 } | {op: _guarded(_UNARY[op]) for op in _UNARY.keys() & FLOAT_UNARY}
-"""How each operation is computed; tests hold that no :class:`~attndsl.ir.Op` is missing."""
+"""Implementation of each operation; tests check that no :class:`~attndsl.ir.Op` is missing."""

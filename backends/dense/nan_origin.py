@@ -68,7 +68,7 @@ class Origin:
     item: Node
     """The operation, or the leaf that has such a value."""
     told: str
-    """What it is, and of what, in words."""
+    """Sentence that names it, its value and what that was computed from."""
     hint: str
 
 

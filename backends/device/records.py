@@ -109,7 +109,7 @@ class Softmax(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Rows of one head's k and v, and what gives the positions of these."""
+    """Rows of one head's k and v, and the origins of their positions."""
 
     k: Any
     v: Any
@@ -152,7 +152,7 @@ class KeyTile(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Keys of a tile: the first one, the numbers of all, and what gives their positions."""
+    """Keys of a tile: the first one, the numbers of all, and the origin of their positions."""
 
     first: Any
     numbers: Any
@@ -295,7 +295,7 @@ class Weights(NamedTuple):
     p_slope: Any
     """Their derivatives by the final score: of a softmax, once delta is taken off dP, p itself."""
     live: Any
-    """Which pairs take part."""
+    """Mask of the pairs that take part."""
     raw: Any
     """scale * (q . k)."""
     final: Any

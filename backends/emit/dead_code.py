@@ -69,7 +69,7 @@ def only_needed(text: str, entries: Collection[str]) -> str:
 
 @dataclass(eq=False)
 class _DeviceFunction:
-    """A device function, and what is known of its names."""
+    """A device function, and facts known of its names."""
 
     node: ast.FunctionDef
     parameters: list[str]
@@ -81,7 +81,7 @@ class _DeviceFunction:
     definitions: dict[str, list[ast.stmt]] = field(default_factory=dict)
     """Statements without effects, by the locals that they define."""
     within: dict[ast.stmt, tuple[ast.stmt, int]] = field(default_factory=dict)
-    """What each statement is under, and in which of its branches."""
+    """Compound statement around each statement, and the index of its branch there."""
     needed: set[str] = field(default_factory=set)
     """Parameters and locals."""
 
@@ -105,7 +105,7 @@ class _Needs:
         self._pinned: set[str] = set()
         self._waiting: dict[tuple[str, str], list[tuple[ast.AST, _DeviceFunction]]] = {}
         self._new: list[tuple[_DeviceFunction, str]] = []
-        """Locals that are needed, and what they need is not yet."""
+        """Needed locals whose own needs are not followed yet."""
         for item in tree.body:
             for name in names_of(item):
                 self._items[name] = item
@@ -213,7 +213,7 @@ class _Needs:
             self._visit_outside(item)
 
     def _visit_outside(self, node: ast.AST) -> None:
-        """Need what the module itself reads, outside functions."""
+        """Need everything that the module itself reads, outside functions."""
         if isinstance(node, ast.Name):
             self._need_name(node.id)
         if isinstance(node, ast.IfExp):
@@ -301,7 +301,7 @@ class _Needs:
         return [statement.body] if isinstance(statement, ast.For | ast.While) else []
 
     def _has_effect(self, function: _DeviceFunction, statement: ast.stmt) -> bool:
-        """Return True if a statement does more than define locals, but for what is under it."""
+        """Return True if a statement, without those under it, does more than define locals."""
         match statement:
             case ast.If():
                 tests = (branch.test for branch in self.branches(statement, function.node.name))
@@ -407,7 +407,7 @@ class _Needs:
                 self._visit(statement, function)
 
     def _visit(self, node: ast.AST, function: _DeviceFunction) -> None:
-        """Need what an expression or a simple statement reads."""
+        """Need the names that an expression or a simple statement reads."""
         if isinstance(node, ast.Name):
             if node.id not in function.locals:
                 self._need_name(node.id)
@@ -455,7 +455,7 @@ class _Needs:
 def _placed(
     arguments: list[ast.expr | ast.keyword], parameters: list[str]
 ) -> Iterator[tuple[str, ast.expr | ast.keyword]]:
-    """The arguments of a call by what the function calls them."""
+    """The arguments of a call, by the names of the function's parameters."""
     for number, argument in enumerate(arguments):
         if isinstance(argument, ast.keyword):
             yield str(argument.arg), argument

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .facts import KernelFacts
 
 PAIR = "q, kv"
-"""What functions of pairs take beside the score and the scope."""
+"""Arguments of the functions of pairs besides the score and the scope."""
 
 
 def parameters(facts: KernelFacts) -> list[str]:

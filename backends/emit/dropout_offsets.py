@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from ..base import Call
 
 BLOCK, ROW, POSITION = "block", "row", "position"
-"""How a part's rows, or keys, are given: from a whole block on, from a number on, or each row's
-logical position."""
+"""Kinds of numbering of a part's rows, or keys: from a whole block on, from a number on, or by each
+row's logical position."""
 PARAMETERS = ("draws_row", "draws_key", "draws_head", "draws_heads")
 """Kernel arguments of parts' draws, all int32."""
 Kinds = tuple[str, str]
-"""How rows and how keys are given."""
+"""Kinds of numbering of the rows and of the keys."""
 
 
 def kinds_of_draws(call: Call) -> Kinds | None:

@@ -87,7 +87,7 @@ class CaptureFacts:
     bits: int
     """Bits of an element."""
     wide: bool
-    """Whether offsets within the tensor need 64 bits."""
+    """True if offsets within the tensor need 64 bits."""
     unit_dims: frozenset[int] = frozenset()
     """Dims whose stride is 1."""
     dims: tuple[Dim, ...] = ()
@@ -95,7 +95,7 @@ class CaptureFacts:
     exact: tuple[str, ...] = ()
     """The variable of each dim, where all that it has at the call's pairs are inside."""
     is_position: bool = False
-    """Whether elements are below 2**30 in size."""
+    """True if elements are below 2**30 in size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +107,19 @@ class LeafNames:
     """Bits of int params and int tensors."""
     head_dim: int
     from_zero: bool = False
-    """Whether logical positions are row numbers."""
+    """True if logical positions are row numbers."""
     reach: int | None = None
-    """What row numbers and sizes are below, where that makes angles small
+    """Number above all row numbers and sizes, where it makes angles small
     (:mod:`attndsl.passes.trig_ranges`)."""
     scalar: bool = False
-    """Whether values are scalars, as in loop bounds, rather than parts of a tile."""
+    """True if values are scalars, as in loop bounds, rather than parts of a tile."""
     forms: str = EXACT
-    """Which set of fast forms functions may take (``..forms``)."""
+    """Set of fast forms that functions may take (:mod:`..fast_math`)."""
     packed_heads: bool = False
-    """Whether a tile's rows are of several query heads, so that ``h`` varies along them as ``q``
+    """True if a tile's rows are of several query heads, so that ``h`` varies along them as ``q``
     does."""
     locals: Mapping[Node, str] = field(default_factory=dict)
-    """What locals of some expressions are called, which then have lines of their own."""
+    """Names of locals that hold some expressions, each of which then has a line of its own."""
     made: frozenset[str] = frozenset()
     """Captures with one int for each batch entry, of which the kernel has that of its own."""
 

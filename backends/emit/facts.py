@@ -55,7 +55,7 @@ class ParamKind:
     type: str
     """Triton's name of the argument type: a scalar's, or a pointer's (``*fp32``)."""
     is_position: bool = False
-    """Whether its value is below 2**30 in size."""
+    """True if its value is below 2**30 in size."""
 
     @property
     def argument(self) -> str:
@@ -73,7 +73,7 @@ class PairTile:
     indices: tuple[str, ...]
     """The variable of each dim; the last two are ``q`` and ``kv``."""
     leading: tuple[str, ...]
-    """Those of the others that the tensor varies along."""
+    """The variables of the other dims that the tensor varies along."""
     dtype: str
     """Triton's name of an element as it is loaded: a bool is an ``i8``."""
 
@@ -87,25 +87,25 @@ class PageFacts:
     dtype: str
     """Triton's name of the pages' dtype."""
     table: str
-    """Of the page numbers', and of lengths and starts."""
+    """Triton's name of the dtype of page numbers; those of lengths and starts follow."""
     lengths: str
     starts: str
     k_scales: int
     """0 for none, 1 for a number, and one in memory for all (2), each head (3), each key (4)."""
     v_scales: int
     aligned: bool
-    """Whether addresses and strides of pages are multiples of 16."""
+    """True if addresses and strides of pages are multiples of 16."""
     q_aligned: bool
     """The same of q."""
     wide_rows: bool
-    """Whether offsets within one tile of rows of q need 64 bits."""
+    """True if offsets within one tile of rows of q need 64 bits."""
     wide_steps: bool
-    """Whether a step from page to page, or another one of pages, tables and scales, needs 64 bits:
-    products of numbers of 32 bits are one instruction, and others are five."""
+    """True if a step of pages, tables or scales, or a row's offset from its page, needs 64 bits: a
+    product of 32-bit numbers is one instruction, and others are five."""
     same_steps: bool
-    """Whether steps from page to page and from row to row are those of values too."""
+    """True if keys and values have the same steps from page to page and from row to row."""
     widens_pairs: bool = False
-    """Whether the GPU has an instruction that makes fp16 of two numbers of 8 bits."""
+    """True if the GPU has an instruction that makes fp16 of two 8-bit numbers."""
     made: tuple[tuple[str, str], ...] = ()
     """Captures that the kernel makes itself of starts and lengths, by name, and which value each
     of them is (:class:`attndsl.backends.paged_requests.Requests`)."""
@@ -123,23 +123,23 @@ class KernelFacts:
     capture_types: tuple[str, ...]
     """Triton's name of each capture's element type."""
     capture_aligned: tuple[bool, ...]
-    """Whether address and all strides but the unit ones are multiples of 16."""
+    """True for each capture whose address and strides, but unit ones, are multiples of 16."""
     params: tuple[ParamKind, ...]
     dim_names: tuple[str, ...]
     q_kind: str
     """``offset``, ``tensor`` or ``index``: how logical query positions are given."""
     q_origin_type: str
-    """Triton's name of the type of what gives them."""
+    """Triton's name of the type of the argument that gives them."""
     kv_kind: str
     kv_origin_type: str
     aligned: bool
-    """Whether addresses and strides of q, k, v and dO are multiples of 16."""
+    """True if addresses and strides of q, k, v and dO are multiples of 16."""
     wide_rows: bool
-    """Whether offsets within one tile of rows need 64 bits."""
+    """True if offsets within one tile of rows need 64 bits."""
     shifted: bool = False
-    """Whether the call gives offsets other than the number 0."""
+    """True if the call gives offsets other than the number 0."""
     scale_first: bool = False
-    """Whether the scale is applied to scores before their maximum is taken: a factor that is not
+    """True if the scale is applied to scores before their maximum is taken: a factor that is not
     positive moves the maximum or, at 0, makes NaN of -inf."""
     tensor_gradients: tuple[str, ...] = ()
     param_gradients: tuple[str, ...] = ()
@@ -149,42 +149,44 @@ class KernelFacts:
     pair_units: tuple[str, ...] = ()
     """``q`` or ``kv`` where neighbours along that lie side by side in them, else empty."""
     moving_operands: str = ""
-    """Which of ``q``, ``k`` and ``v`` have a tangent."""
+    """Letters of those of ``q``, ``k`` and ``v`` that have a tangent."""
     moving_captures: tuple[str, ...] = ()
-    """Which tensors and params have one, which is among ``captures`` (``generate_tangent.py``)."""
+    """Tensors and params that have a tangent, itself one of ``captures``
+    (``generate_tangent.py``)."""
     pair_aligned: tuple[bool, ...] = ()
-    """Whether their addresses and steps but for that are multiples of 16."""
+    """True for each of these sums whose address and steps, but unit ones, are multiples of 16."""
     dropout: bool = False
-    """Whether kernels draw numbers, from a seed."""
+    """True if kernels draw random numbers from a seed."""
     draws: Kinds | None = None
-    """How pairs are given that are drawn as for a part of a whole (:mod:`.dropout_offsets`)."""
+    """Kinds of numbering of pairs that are drawn as for a part of a whole
+    (:mod:`.dropout_offsets`)."""
     seed_type: str = "i64"
-    """How that arrives: a number, or ``*i64`` where the kernel reads it."""
+    """Type of the seed: a number, or ``*i64`` where the kernel reads it."""
     forms: str = EXACT
-    """Which set of fast forms the score and its derivatives may take (``..forms``)."""
+    """Set of fast forms that the score and its derivatives may take (:mod:`..fast_math`)."""
     pair_tiles: tuple[PairTile, ...] = ()
-    """Of the kernels that read such tiles."""
+    """Tensors that the kernel reads by tiles; empty in kernels that read none so."""
     features: tuple[str, ...] = ()
-    """Flags of what a Hopper backward has for gradients of captures (``Wants.features``)."""
+    """Flags of the features of a Hopper backward for gradients of captures (``Wants.features``)."""
     takes_turns: bool = False
-    """Whether a Hopper backward adds to dQ in a fixed order (``features/ordered_dq.py``)."""
+    """True if a Hopper backward adds to dQ in a fixed order (``features/ordered_dq.py``)."""
     small_tiles: bool = False
-    """Whether a call's lengths are such that smaller tiles of a Hopper kernel are faster."""
+    """True if smaller tiles of a Hopper kernel are faster for the call's lengths."""
     wide_out: bool = False
-    """Whether the output is in fp32 (``Call.wide``)."""
+    """True if the output is in fp32 (``Call.wide``)."""
     wide_gradients: bool = False
-    """Whether the gradients of q, k and v are (``Wants.wide``)."""
+    """True if the gradients of q, k and v are in fp32 (``Wants.wide``)."""
     reach: int | None = None
-    """What the row numbers and sizes of the call are below, where that makes angles of the program
+    """Number above all row numbers and sizes of the call, where it makes angles of the program
     small (:mod:`attndsl.passes.trig_ranges`)."""
     narrow_dq: bool = False
-    """Whether that of q is in q's dtype all the same, for which the call has room."""
+    """True if dQ is in q's dtype all the same, because the call has room for it in that dtype."""
     packed_heads: bool = False
-    """Whether the rows of a tile are those of several query heads, which share keys."""
+    """True if the rows of a tile are those of several query heads, which share keys."""
     pages: PageFacts | None = None
-    """Of kernels of packed requests."""
+    """Facts of the pages; None except in kernels of packed requests."""
     locals: Mapping[Node, str] = field(default_factory=dict, compare=False, repr=False)
-    """What locals of some expressions are called, in texts for people (:mod:`.local_names`). They
+    """Names of locals that hold some expressions, in texts for people (:mod:`.local_names`). They
     select no module."""
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attndsl.passes.evaluate import Value
 
 ATOM, UNARY, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE = range(9, 0, -1)
-"""How tightly a text binds."""
+"""Binding strengths of texts: the greater, the tighter."""
 
 INFIX = {
     Op.ADD: ("+", SUM),
@@ -62,7 +62,7 @@ class Operand:
 
     text: str
     level: int
-    """How tightly it binds: ``ATOM`` ... ``COMPARE``."""
+    """Binding strength of the text: ``ATOM`` ... ``COMPARE``."""
     kind: OperandKind
     bits: int = 32
     """Width of an int: 32 or 64."""

@@ -27,7 +27,7 @@ class Needed(Protocol):
     """Parts of a module that are needed."""
 
     names: set[str]
-    """What the module defines or imports."""
+    """Needed names of those that the module defines or imports."""
     statements: dict[ast.stmt, int]
     """Statements of functions, and the last branch that is needed, of those that have branches."""
 
@@ -53,7 +53,7 @@ class Needed(Protocol):
 
 
 class Pruning:
-    """Writes what is needed of a module's text."""
+    """Writes the needed parts of a module's text."""
 
     def __init__(self, text: str, needed: Needed) -> None:
         self._text = text + "\n"
@@ -224,7 +224,7 @@ class Pruning:
         return [line.removeprefix(blank).rstrip() for line in lines]
 
     def _changed(self, first: int, last: int, nodes: Sequence[ast.AST]) -> list[str]:
-        """Lines from ``first`` to ``last``, without what ``nodes`` there do not need."""
+        """Lines from ``first`` to ``last``, without the parts that ``nodes`` there do not need."""
         lines = self._lines[first : last + 1]
         if any(map(self._may_change, lines)):
             edits: list[tuple[int, int, str]] = []
@@ -258,7 +258,7 @@ class Pruning:
         return self._starts[line] + column
 
     def _segment(self, node: ast.AST) -> str:
-        """The text of an expression, without what it does not need."""
+        """The text of an expression, without the parts that it does not need."""
         edits: list[tuple[int, int, str]] = []
         self._collect(node, edits)
         return self._apply(*self._span(node), edits)

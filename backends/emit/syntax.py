@@ -17,12 +17,12 @@ class Branch:
     whole: ast.expr | None
     """Its condition as it is written; None for ``else``."""
     line: int
-    """Where its keyword stands, from 0; of ``else`` the line of the first statement."""
+    """Line of its keyword, from 0; for ``else`` the line of the first statement."""
     column: int
-    """The same."""
+    """Column of the same place."""
     body: list[ast.stmt]
     test: bool | ast.expr = True
-    """What is left of the condition."""
+    """Rest of the condition that is left to decide; True or False if nothing is left."""
 
 
 _MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)

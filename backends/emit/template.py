@@ -40,7 +40,7 @@ class Products:
     precision: str = "ieee"
     """Triton's name of the precision of fp32 products."""
     upcast: bool = False
-    """Whether products of bf16 are made in fp32, as the interpreter's own are wrong."""
+    """True if products of bf16 are made in fp32, because the interpreter's own are wrong."""
 
 
 IEEE = Products()

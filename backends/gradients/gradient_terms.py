@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
 SOURCES = ("score", "weight", "dropout")
-"""What a program's parts are derivatives of: the final score, the weight, the drop probability."""
+"""The parts of a program that are differentiated: final score, weight, drop probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +77,4 @@ def is_plain(term: Term) -> bool:
 
 
 ONE = const(1.0)
-"""Factor of what is added to the score as it is."""
+"""Factor of a term that is added to the score as it is."""

@@ -30,9 +30,9 @@ class Lines:
     """The terms that an attention kernel's sums are of."""
 
     rows: tuple[Term, ...] = ()
-    """Those that vary with no key: sums of the pass that makes dQ."""
+    """Terms that vary with no key: sums of the pass that makes dQ."""
     columns: tuple[Term, ...] = ()
-    """Those that vary with the key, and not with the query: of the pass that makes dK and dV."""
+    """Terms that vary with the key, not with the query: sums of the pass that makes dK and dV."""
 
 
 def lines_among(lowered: Lowered, names: Collection[str]) -> Lines:

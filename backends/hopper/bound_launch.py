@@ -113,9 +113,9 @@ class BackwardLaunch:
     dq_of: Callable[[int, int, Sequence[object]], None]
     dq_last: list[object]
     dtype: torch.dtype
-    """Of the gradients."""
+    """Dtype of the gradients."""
     programs: tuple[int, int]
-    """Of the kernels before and after the backward."""
+    """Numbers of programs of the kernel before the backward and of the one after it."""
 
     def __call__(self, operands: Sequence[torch.Tensor], backward: Backward) -> CallGradients:
         """Launch the backward, what comes before and what makes dQ."""

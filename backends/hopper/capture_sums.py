@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
 
 _TINY = 2.0**-64
-"""What a factor of 0 counts as in slopes, so that its own derivative does not vanish with them."""
+"""Stand-in for a factor of 0 in slopes: else the factor's derivative would vanish with them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,11 +41,11 @@ _TEMPLATES = {
     Task.FORWARD_TANGENT: ("forward_produce", "forward_tangent", "forward_kernel", "tangent_entry"),
     Task.BACKWARD: ("backward", "backward_kernel"),
 }
-"""What follows the head and the features' device code."""
+"""Templates that follow the head and the features' device code."""
 _ABOVE_128 = ("backward_wide", "backward_kernel")
-"""The same, of backwards for head dims above 128."""
+"""The same for backwards of head dims above 128."""
 _OWN_HELPERS = {"as_block", "spread"}
-"""Library functions that are others here."""
+"""Names of library functions that are defined otherwise here."""
 
 
 def generate(job: Job, loop: LoopPlan, config: Config) -> str:

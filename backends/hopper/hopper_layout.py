@@ -43,21 +43,21 @@ class HopperLayout(LaunchSpec):
     views: Mapping[str, View] = field(default_factory=dict)
     """By kernel argument."""
     operands: Views = field(default_factory=Views)
-    """Those of the operands, of the output or its gradient, and of a backward's statistics."""
+    """Views of the operands, of the output or its gradient, and of a backward's statistics."""
     columns: int = 0
-    """Of a backward: columns of the sums of dQ."""
+    """Columns of a backward's sums of dQ."""
     statistics: RowStatistics = field(default_factory=RowStatistics)
-    """Of a backward."""
+    """Row statistics of a backward."""
     learned: Learned = field(default_factory=Learned)
     """Parts of the score of which gradients are wanted."""
     programs: int = 0
-    """Of the attention kernel: how many are launched."""
+    """Number of programs of the attention kernel."""
     drawn: bool = False
-    """Whether these draw their tiles by a counter."""
+    """True if these programs draw their tiles by a counter."""
     copied: tuple[int, ...] = ()
     """Numbers of those of the ``pair_tiles`` that are copied first."""
     stores: tuple[Buffer, ...] = ()
-    """Buffers of a backward's features: what they store, and what they add to."""
+    """Buffers that a backward's features store to; they add to those in ``sums``."""
     sums: tuple[Buffer, ...] = ()
 
 

@@ -40,7 +40,7 @@ class Launch:
     run: Callable[[int, int, Sequence[object]], None]
     """Takes the number of programs, the stream, and the arguments but for trailing constants."""
     encoders: Mapping[str, Callable[[TensorDescriptor], Sequence[object]]]
-    """By argument: what the kernel gets in place of a descriptor. Empty where it gets these."""
+    """Encoders of descriptors, by argument. Empty if the kernel takes descriptors."""
 
 
 def launch_of(executable: Executable) -> Launch:
@@ -67,12 +67,12 @@ class View:
     """Descriptor of a tensor, and of all others of its dtype, shape, strides and alignment."""
 
     attributes: dict[str, Any]
-    """Of a descriptor, but for the tensor."""
+    """Attributes of the descriptor, without the tensor."""
     encode: Callable[[TensorDescriptor], Sequence[object]] | None
     """See :attr:`Launch.encoders`."""
 
     def descriptor(self, tensor: torch.Tensor) -> TensorDescriptor:
-        """The descriptor of ``tensor``; what has been checked of the first one is not again."""
+        """The descriptor of ``tensor``; the checks of the first one are not made again."""
         found = object.__new__(TensorDescriptor)
         found.__dict__.update(self.attributes, base=tensor)
         return found
@@ -84,7 +84,7 @@ class Views:
 
     each: tuple[View, ...] = ()
     seen: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = tuple
-    """What the kernel sees, one tensor for each view, of the tensors that a launch has."""
+    """Function from a launch's tensors to the tensors that the kernel sees, one for each view."""
 
 
 class RowStatistics(NamedTuple):

@@ -47,13 +47,13 @@ class ForwardMemory(NamedTuple):
     out: Any
     """Place of the output; None where it takes that of q."""
     items: Channel
-    """One stage, in which the producer says what a work tile is: a ``QueryItem``."""
+    """One stage, in which the producer describes a work tile: a ``QueryItem``."""
     kept: Any
     """Channel of which pairs dropout keeps."""
     bias: Any
-    """Channel of what each pair looks up: one stage a consumer."""
+    """Channel of the values that pairs look up: one stage a consumer."""
     overflowed: Any
-    """Whether weights were too large or too small: of two work tiles, for each consumer."""
+    """Flags of weights that were too large or too small: of two work tiles, for each consumer."""
 
 
 class BackwardMemory(NamedTuple):
@@ -74,13 +74,13 @@ class BackwardMemory(NamedTuple):
     p_slope: Any
     """Above head dim 128: weights' derivatives by the score (keys, queries)."""
     items: Channel
-    """One stage, in which the producer says what a work tile is: a ``KeyItem``."""
+    """One stage, in which the producer describes a work tile: a ``KeyItem``."""
     kept: Any
     """Channel of which pairs dropout keeps."""
     bias: Any
-    """Channel of what each pair looks up."""
+    """Channel of the values that pairs look up."""
     lines: Any
-    """Where the producer adds up dS along diagonals."""
+    """Sums of dS along diagonals, which the producer adds up."""
     turns: Channel
     """The last two query tiles, each a ``Turn``. A stage is full when the consumers may add to the
     tile's sums of dQ."""
@@ -95,9 +95,9 @@ class Call(NamedTuple):
     padded: Any
     """Rows of a head that statistics and sums of dQ have; None in forwards."""
     together: Any
-    """How many heads' work tiles are side by side in the order of these."""
+    """Number of heads whose work tiles are side by side in the order of work tiles."""
     counter: Any
-    """How many work tiles were drawn; None where programs take them in turn."""
+    """Count of the work tiles that were drawn; None where programs take them in turn."""
     given: Any
 
 
@@ -119,7 +119,7 @@ class BackwardResults(NamedTuple):
     ds: Any
     """Describes where dS is stored; None where it is not."""
     stored_tiles: Any
-    """Which tiles of dS have been stored."""
+    """Flags of the tiles of dS that have been stored."""
 
 
 class QueryItem(NamedTuple):
@@ -157,17 +157,17 @@ class Turn(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A work tile of one head, and what its functions read."""
+    """A work tile of one head, and the values that its functions read."""
 
     tile: Any
     """Its index: of queries in a forward, of keys in a backward."""
     scope: Any
-    """The head, the call's sizes, and what the program adds."""
+    """The head, the call's sizes, and the program's own arguments."""
     visits: Any
     nothing: Any
-    """Whether it has no tile, so that one beyond all keys stands for it."""
+    """True if it has no tile, so that one beyond all keys stands for it."""
     uses_fixed_max: Any
-    """Whether FULL tiles may keep the maximum that they find."""
+    """True if FULL tiles may keep the maximum that they find."""
     origins: Any
     shift: Any
 
@@ -181,7 +181,7 @@ class Rows(NamedTuple):
     q: Any
     """The same as a column."""
     parts: Any
-    """What is looked up by them."""
+    """Values that are looked up by the rows."""
     origin: Any
     """Logical position of the query tile's first row."""
     tile: Any
@@ -193,9 +193,9 @@ class Columns(NamedTuple):
 
     tile: Any
     parts: Any
-    """What is looked up by the keys."""
+    """Values that are looked up by the keys."""
     pairs: Any
-    """What is looked up by the pairs, if that comes by tiles."""
+    """Values that are looked up by the pairs, if these come by tiles."""
 
 
 class KeyRows(NamedTuple):
@@ -206,13 +206,13 @@ class KeyRows(NamedTuple):
     kv: Any
     """Logical positions as a column."""
     parts: Any
-    """What is looked up by them."""
+    """Values that are looked up by the keys."""
     column: Any
     """The part of the score that depends on the key alone."""
     origin: Any
     """Logical position of the tile's first key."""
     ragged: Any
-    """Whether the tile reaches beyond the last key."""
+    """True if the tile reaches beyond the last key."""
     scale: Any
     """Factor of ``q . k``."""
 
@@ -247,11 +247,11 @@ class Factors(NamedTuple):
     """Factors of scores, see ``factors_of_scores``."""
 
     scale: Any
-    """Of ``q . k``."""
+    """Factor of ``q . k``."""
     natural: Any
-    """Of the program's score, which is the final one but for the column's part after it."""
+    """Factor of the program's score, which is then the final one but for the column's part."""
     factor: Any
-    """Of the program's score, which is in base 2 after it."""
+    """Factor of the program's score, which is then in base 2."""
     steepness: Any
     """Change of a column's part from one key to the next."""
 
@@ -261,7 +261,7 @@ class MaxRule(NamedTuple):
 
     least_max: Any
     uses_fixed_max: Any
-    """Whether FULL tiles after the first will keep it."""
+    """True if FULL tiles after the first will keep the maximum."""
 
 
 class RunningSoftmax(NamedTuple):

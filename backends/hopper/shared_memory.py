@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from ..kernels.config import Config
 
 _REST = 768
-"""Barriers, and what a work tile is: bytes, rounded up."""
+"""Bytes of barriers and of descriptions of work tiles, rounded up."""
 _OVERFLOWED = 384
-"""Whether weights of a forward's consumers, at most three, were too large: bytes, rounded up."""
+"""Bytes of the flags of weights that were too large, for at most three consumers, rounded up."""
 _TURNED = 16384
-"""Bytes in which a backward's rows of dK and dV get from who has computed to who stores them; above
-head dim 128 the places of k and v."""
+"""Bytes that hand a backward's rows of dK and dV from the warps that compute them to those that
+store them; above head dim 128 the places of k and v do."""
 
 
 def has_own_output(facts: KernelFacts, config: Config) -> bool:

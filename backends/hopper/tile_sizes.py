@@ -61,13 +61,14 @@ _MIDDLE = 96
 """The most columns of rows whose forward has three consumers, with 64 keys a tile."""
 _OF_MIDDLE = Config(192, 64, 4, 3, 3, 160, persistent=True)
 _FEW_KEYS = Config(128, 64, 4, 4, 2, 240, persistent=True)
-"""Of forwards of more columns that have few keys, or whose rows begin between sectors."""
+"""Config of forwards of more columns that have few keys, or whose rows begin between sectors."""
 _SECTOR = 16
 """Elements of 16 bits: rows of other lengths take more sectors of memory than they fill."""
 _ONE_TILE = 128
 """Calls of no more rows have one work tile a head, and calls of no more keys few tiles anyway."""
 _LEFT_OVER, _LEFT_OVER_OF_MIDDLE = 1.04, 1.13
-"""How many times as many rows the larger work tiles of a forward may have as the smaller ones."""
+"""Ratio of rows rounded up to the larger work tiles of a forward, and to the smaller ones, above
+which it has the smaller ones."""
 _MOST_KEYS_OF_SMALL = {64: 3072, 128: 1024}
 """Keys up to which forwards have smaller tiles, by columns: of D64 with a mask, of D128."""
 _MOST_KEYS_OF_SMALL_BACKWARD = 384

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..base import Call
 
 _PAIRS_A_BYTE_FORWARD, _PAIRS_A_BYTE_BACKWARD = 1.5, 0.15
-"""How many pairs read each byte of a tensor where a copy takes as long as it saves."""
+"""Pairs that read each byte of a tensor where a copy takes as long as it saves."""
 
 
 def is_worth_a_copy(own: torch.Tensor, name: str, lowered: Lowered, call: Call, task: Task) -> bool:

@@ -29,7 +29,7 @@ tma_wait = tma.store_wait
 
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 COPIES_OPERANDS = tl.constexpr(_VERSION < (3, 9))
-"""Whether ptxas (12.8, 12.9) serialises products whose operands a loop carries; 13.4 does not."""
+"""True if ptxas (12.8, 12.9) serialises products whose operands a loop carries; 13.4 does not."""
 
 if _VERSION >= (3, 9):
     # The first time that a tile's layout is inferred, libtriton takes references to Gluon's layout
@@ -44,9 +44,9 @@ if _VERSION >= (3, 9):
 
 _OWN_LAUNCHER = (3, 6)
 """Triton that generates a C function for each signature, which takes the kernel's arguments one by
-one; later ones have one for all, which takes them as a sequence, and what their types are."""
+one; later ones have one function for all, which takes a sequence of arguments and their types."""
 _READ_VERSIONS = (_OWN_LAUNCHER, (3, 7), (3, 8), (3, 9))
-"""Those whose launchers have been read: which arguments their C functions take in which order."""
+"""Versions whose launchers have been read: the order of arguments of their C functions is known."""
 _LAUNCHER_FIELDS = (
     "global_scratch_size", "launch", "launch_cooperative_grid", "launch_pdl", "profile_scratch_size"
 )  # fmt: skip
@@ -108,7 +108,7 @@ def direct_launch(
 
 
 def tensor_map_encoders(kernel: Any) -> dict[str, Callable[[Any], Sequence[object]]]:
-    """By argument: what Triton makes a descriptor's tensor map, sizes and strides with."""
+    """Functions by argument by which Triton makes a descriptor's tensor map, sizes and strides."""
     rest = (None,) * (len(inspect.signature(driver.make_tensordesc_arg).parameters) - 2)
 
     def encoder(meta):

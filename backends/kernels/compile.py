@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _FAILED_PASS = "PassManager::run failed"
-"""What Triton says where a pass of its compiler fails."""
+"""Message of Triton where a pass of its compiler fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Argument:
     type: str
     constant: int | str | bool | None = None
     aligned: bool = False
-    """Whether it is a multiple of 16."""
+    """True if it is a multiple of 16."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,13 +36,13 @@ class Config:
     registers: int = 0
     """Registers of each thread of such a warpgroup."""
     peeled: bool = True
-    """Whether FULL tiles have a loop of their own, without the mask's code: it may take registers
-    that are worth more."""
+    """True if FULL tiles have a loop of their own, without the mask's code: it may take registers
+    that are worth more elsewhere."""
     early: bool = False
-    """Whether weights are rounded before the product of those before them has ended, or tangents
-    added up before theirs begins: needs fewer registers, and takes more instructions or time."""
+    """True if weights are rounded before the product of those before them has ended, or tangents
+    are added up before theirs begins: this needs fewer registers, and more instructions or time."""
     persistent: bool = False
-    """Whether there are as many programs as run at a time, each with one tile after the other: the
+    """True if there are as many programs as run at a time, each with one tile after the other: the
     next one's loads run while one ends."""
     most_registers: int = 0
     """Registers that a thread may have, where more would leave room for fewer programs at a time;

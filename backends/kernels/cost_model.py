@@ -32,20 +32,21 @@ _INSTRUCTIONS = {
 """PTX instructions an element, counted in kernels for sm_90 (Triton 3.9) beside the same without.
 Lookups have three times as many, of which most compute an address and compile fast."""
 _USUAL = 2
-"""Of all others that do something: what an addition takes."""
+"""Instructions of each other operation that does something: those of an addition."""
 _FAST = 5
-"""Of a fast form, and of a quotient by what is the same for all pairs."""
+"""Instructions of a fast form, and of a quotient by a value that is the same for all pairs."""
 _OF_SMALL_ANGLE = 35
-"""Of a sine, cosine or tangent whose argument is small (:mod:`attndsl.passes.trig_ranges`)."""
+"""Instructions of a sine, cosine or tangent of a small angle
+(:mod:`attndsl.passes.trig_ranges`)."""
 _OF_SMALL_POWER = 6
-"""Of a power that is made of products."""
+"""Instructions of a power that is made of products."""
 _WIDE = 100
-"""Of a division of 64 bits, which is a function of its own."""
+"""Instructions of a 64-bit division, which is a function of its own."""
 _FREE = frozenset({Op.CONST, Op.VAR, Op.SIZE, Op.PARAM, Op.SCORE, Op.DOT})
 _AHEAD = 0.5
-"""Share of an instruction for what does not read the score: it is done while products are made."""
+"""Share that counts of an instruction that does not read the score: it runs beside products."""
 _ALONG = 0.25
-"""Share for what varies with the row or the column alone: fewer elements are made."""
+"""Share that counts where values vary with the row or the column alone: fewer elements are made."""
 
 
 def work_of_pair(

@@ -110,23 +110,23 @@ class Kernel:
     loop: Direction | None = None
     """Its loop in plans of tiles; None where it visits tiles in a way of its own."""
     loop_name: str = ""
-    """What templates call the loop."""
+    """Name of the loop in templates."""
     templates: tuple[str, ...] = ()
     """Files that its module is made of, by their stems, where all its modules are made of the
     same."""
     derives: bool = True
-    """Whether it computes derivatives of the score."""
+    """True if it computes derivatives of the score."""
     waves: tuple[int, ...] = ()
     """Work tiles of the heads that go together, for each that runs at a time: first choice first.
     Empty where programs do not take a tile of one head."""
     parts_of_lists: Callable[[Job, Config], int] = _one_part
-    """Of how many parts of a work tile's rows lists tell which tiles they have."""
+    """Number of parts of a work tile's rows whose tiles the lists tell apart."""
     more_configs: Callable[[tuple[Config, ...], Job], tuple[Config, ...]] | None = None
     """Tile sizes that ``tune`` tries besides, from the usual ones."""
     most_work: int | None = None
     """Instructions a pair beyond which another family runs the call; None for any number."""
     most_work_of_score: int | None = None
-    """The same, of what reads the score."""
+    """The same, for the instructions that read the score."""
     most_work_of_mask: int | None = None
     """The same, of a mask that FULL tiles do not do; None where it counts as all else."""
 
@@ -155,13 +155,13 @@ class FixedKernel:
     name: str
     function: Any
     constants: Callable[[Job], Mapping[str, int | bool]]
-    """Of the function, besides whether there is a gradient of lse."""
+    """Constants of the function, besides the one that tells if there is a gradient of lse."""
     configs: Callable[[Job, Target], tuple[Config, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One kernel of one call: the kernel, the program, and what the module depends on besides."""
+    """One kernel of one call: the kernel, the program, and all else that the module depends on."""
 
     kernel: Kernel
     lowered: Lowered
@@ -238,13 +238,13 @@ class Family(Protocol):
     fixed: tuple[FixedKernel, ...]
     """Kernels beside those of ``Task.BACKWARD``."""
     tells_places: bool
-    """Whether :meth:`places` says anything. At most one family of a backend does."""
+    """True if :meth:`places` has values, as in at most one family of a backend."""
     checks_results: bool
     """True if kernels say which of their results are not finite. Forwards of programs whose keys
     are bounded store NaN as the rest of such a row's log-sum-exp, and backwards make
     :attr:`~..base.CallGradients.checks`."""
     marks_entries: bool
-    """Whether forwards make results NaN of batch entries with a wrong number of keys or offset."""
+    """True if forwards make results NaN of batch entries with a wrong number of keys or offset."""
 
     def why_no_device(self, device: torch.device) -> str | None:
         """Reason why the kernels cannot run on ``device``, or None."""

@@ -32,7 +32,7 @@ class LaunchSpec:
     strides: tuple[int, ...]
     """Batch, head and row strides of q, k and v."""
     orders: ResultOrders
-    """How results lie in memory."""
+    """Memory orders of the results."""
     sizes: tuple[int, ...]
     """batch, heads, kv_heads, q_len, kv_len."""
     lists: Mapping[str, ListKernels]
@@ -40,14 +40,14 @@ class LaunchSpec:
     heads_per_wave: Mapping[str, int]
     """Heads whose tiles run side by side, for each kernel whose programs take a tile of one."""
     work_tiles: Mapping[str, int]
-    """How many work tiles a call has, for the same kernels."""
+    """Number of the call's work tiles, for the same kernels."""
     rows: torch.Tensor
     """(2, batch, heads, q_len) fp32, one element of memory. Room for log-sum-exps is made like it,
     in half the time that sizes and a dtype take (M29), but in bound calls: see
     :mod:`.bound_calls`."""
     lines: Lines = NO_LINES
-    """What the kernels of a backward add up along rows and columns."""
+    """Terms that the kernels of a backward add up along rows and columns."""
     grad_strides: tuple[int, ...] = ()
-    """Of a backward: batch, head and row strides of the output's gradient."""
+    """Batch, head and row strides of the output's gradient, in a backward."""
     part_rows: int = 0
     """Rows that a program takes, where the rows of a head are parted so."""

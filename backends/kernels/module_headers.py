@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
     main()
 """
-"""What ends a file of such texts."""
+"""Last lines of a file of such texts."""
 _NOTE = """\
 This text runs alone: "python FILE" compiles it, changed or not, and says how many registers the
 kernel takes. It needs no GPU. "python FILE --help" names the options. Calls do not run this file:

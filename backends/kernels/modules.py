@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .target import Target
 
 _Place = tuple[str, str, Config, tuple[int | bool, ...]]
-"""What is compiled: a module's key, the function, its tile size, and constants of it alone."""
+"""Key of a compilation: a module's key, the function, its tile size, and its own constants."""
 _LIST_CONFIG = (4, 1)
 """Warps and stages of the kernels that find tiles."""
 _LISTINGS = ("summarise", "classify", "refine", "list_tiles")
@@ -110,9 +110,9 @@ class Modules:
         self._executables: dict[tuple[object, ...], Executable] = {}
         self._compilations = Compilations()
         self._begun: dict[_Place, _Module] = {}
-        """Modules whose kernels are being compiled, and that nobody has asked for."""
+        """Modules whose kernels are being compiled before anything asked for them."""
         self.kept_lists = KeptLists("lists of tiles by mask, sizes, tensors and their versions")
-        """Of the masks whose tiles have no closed form."""
+        """Tile lists of the masks whose tiles have no closed form."""
         self.built = 0
         """Kernels compiled (or taken into the interpreter) by this object so far."""
         CACHES.at_fork(self)
@@ -463,7 +463,7 @@ def _about(job: Job, kernel: str, machine: Target) -> dict[str, Any]:
 
 
 def _key(job: Job, family: str, kind: str, machine: Target) -> str:
-    """Digest of what a module depends on."""
+    """Digest of all that a module depends on."""
     precision = machine.products(job.facts).precision if family else "ieee"
     return KernelKey(
         program=job.lowered.digest,

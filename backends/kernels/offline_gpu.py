@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
 HAS_LAUNCHERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-"""Whether this Triton has a launcher compiled for each kernel."""
+"""True if this Triton compiles a launcher for each kernel."""
 TARGETS = tuple(name for name in SHARED_MEMORY if name.startswith("cuda:"))
 """GPUs that kernels can be compiled for without them."""
 _MOST_THREADS = 1024
 _REGISTER_BYTES = 4
 DRIVER = "driver"
-"""What the module of Triton's driver is called among launchers."""
+"""Name of the module of Triton's driver among launchers."""
 _LIBRARY = "libcuda.so.1"
 
 
@@ -60,7 +60,7 @@ class Loaded(NamedTuple):
 
 
 class _Found(Exception):
-    """Signal that a file is in Triton's cache by now. Nobody else raises or catches it."""
+    """Signal that a file is in Triton's cache by now. Nothing else raises or catches it."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -147,12 +147,12 @@ class AbsentGPU:
         self._target = parse_target(target)
         self.utils = _Utilities(self._target, SHARED_MEMORY[target])
         self.launchers: dict[str, Path] = {}
-        """By hash of a kernel, or ``driver``: what a C compiler made, in Triton's cache."""
+        """Results of a C compiler in Triton's cache, by hash of a kernel, or ``driver``."""
         self.twins: dict[str, str] = {}
         """By name of a launcher's folder there: its name where Triton knows less, or more, of the
         platform. See :func:`_other_platform`."""
         self.without_launchers = "" if HAS_LAUNCHERS else "this Triton needs none"
-        """Why there are none, or empty."""
+        """Reason why there are no launchers, or empty."""
         self._lock, self._asked = threading.Lock(), threading.local()
 
     def activate(self) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_LISTS = 64
 """A training step of two kinds of layers reads six."""
 _MOST_BYTES = 1 << 26
-"""Of all lists. Finding larger ones takes little beside the attention that reads them,
+"""Most bytes of all lists. Finding larger ones takes little beside the attention that reads them,
 and memory that is kept is missing elsewhere."""
 
 
@@ -32,23 +32,23 @@ class _Kept:
     """The lists of one place."""
 
     versions: tuple[int, ...]
-    """Of the tensors that the mask reads, as the lists were begun."""
+    """Versions of the tensors that the mask reads, as the lists were begun."""
     lists: list[Any]
-    """What kernels take; empty once a tensor that the mask reads is gone."""
+    """Arguments of kernels; empty once a tensor that the mask reads is gone."""
     size: int
     """Bytes."""
     watched: tuple[weakref.ref[Any], ...]
-    """They empty ``lists``."""
+    """References that empty ``lists`` when a tensor goes."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class KeptLists:
-    """Lists by what they follow from: a cache whose entries go when tensors do."""
+    """Lists by the values that they follow from: a cache whose entries go when tensors do."""
 
     name: str
-    """As of a :class:`~attndsl.foundation.caches.BoundedCache`."""
+    """Name of the cache, as of a :class:`~attndsl.foundation.caches.BoundedCache`."""
     made: int = 0
-    """How many times lists were made so far."""
+    """Number of times that lists were made so far."""
     _found: OrderedDict[Hashable, _Kept] = field(default_factory=OrderedDict)
     """The most recently used ones stand last."""
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -42,13 +42,13 @@ class ListKernels:
 
     executables: Mapping[str, Executable]
     parts: int
-    """Of how many parts of a query tile's rows lists tell: the tiles of these are found."""
+    """Number of parts of a query tile's rows whose tiles are listed apart."""
     loop: Direction
-    """Of the kernel that reads the lists."""
+    """Loop of the kernel that reads the lists."""
     names: tuple[str, ...]
-    """Of the tensors and params that the mask reads."""
+    """Names of the tensors and params that the mask reads."""
     kept: KeptLists
-    """What earlier calls made."""
+    """Cache of the lists that earlier calls made."""
 
     def place(self) -> tuple[object, ...]:
         """Key that tells these lists from those of other kernels."""

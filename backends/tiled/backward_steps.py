@@ -46,9 +46,9 @@ class StepRows:
     grad_out: torch.Tensor
     lse: LogSumParts
     delta: torch.Tensor | None
-    """What all scores of a row have in common in their gradients; None where nobody has asked."""
+    """Value of each row that the gradients of all its scores share; None where not needed."""
     dq: torch.Tensor | None
-    """What the spans so far have added up to; None where that is not wanted."""
+    """Sum of dQ over the spans so far; None where it is not wanted."""
 
 
 class StepGradients:
@@ -91,7 +91,7 @@ class StepGradients:
         self._scores_matter = bool(wants.q or wants.k or self._score_terms)
 
     def _add(self, step: QueryStep) -> None:
-        """Add what the rows of ``step`` contribute."""
+        """Add the contributions of the rows of ``step``."""
         place = place_of(step, self._call)
         queries, grad_out = place.queries(self._scorer.q), place.queries(self._grad_out)
         # torch's own backward makes it itself.

@@ -172,7 +172,7 @@ class _TermRows:
     factor: Node | None
     """FLOAT; None for 1."""
     call: Call
-    """Whose heads are those of the rows."""
+    """Call whose heads are those of the rows."""
     tile: Tile
     """All rows of the side, and one of the other."""
 

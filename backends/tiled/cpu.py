@@ -58,7 +58,7 @@ class RowSteps(NamedTuple):
 
     steps: list[QueryStep]
     plain: bool
-    """Whether torch's own attention makes the spans that it does not spoil."""
+    """True if torch's own attention makes the spans whose results it does not spoil."""
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Strategy`."""

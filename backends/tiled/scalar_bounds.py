@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from .step_plan import Range
 
 _OTHERS = frozenset({Op.LOAD, Op.DOT, Op.SCORE, Op.POW})
-"""What is more than a name or an operation on ints of 64 bits. A power may have any length."""
+"""Operations other than names and operations on 64-bit ints. A power may have any length."""
 _Order = tuple["Node", ...]
-"""What is evaluated, operands first; the last one is the result."""
+"""Nodes to evaluate, operands first; the last one is the result."""
 
 
 class _Orders(NamedTuple):
     may: _Order
     must: _Order
     rows: tuple[_Order, ...]
-    """Of the values of rows."""
+    """Orders for the values of rows."""
 
 
 class ScalarBounds(NamedTuple):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _FAR = POSITION_LIMIT // 2
 _MOST = _FAR // 2
-"""Of the least live distance."""
+"""Limit of the least live distance, in size."""
 _MAX_TRIANGLES = 32
 
 
@@ -64,7 +64,7 @@ class Squares:
     apart: int = 1
     """Rows, and keys, from one to the next; any number for one alone."""
     causal: bool = False
-    """Whether they are triangles: a row sees as many keys as it is in number."""
+    """True if they are triangles: the n-th row sees n keys."""
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
         """A view (matrices, number, rows, width) of ``x`` (matrices, length, width)."""

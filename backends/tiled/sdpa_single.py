@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ..base import Backward, Call, CallGradients
 
 _MOST_ROWS = 8
-"""Of all heads that share keys, of a call that is looked at: the bounds of many rows decide little.
-torch takes so few rows for one block, whatever their number is."""
+"""Most rows, of all heads that share keys, of a call whose bounds are looked at: the bounds of many
+rows decide little. torch takes so few rows for one block, whatever their number is."""
 
 
 class SingleCall(NamedTuple):

@@ -48,20 +48,21 @@ class Limits:
     """Most keys and pairs that a step may take at once."""
 
     keys: int
-    """Of a span of a whole tile of rows. Fewer rows have longer spans: see M33 in
+    """Most keys of a span of a whole tile of rows. Fewer rows have longer spans: see M33 in
     docs/measured.md."""
     pairs: int
-    """Of a span, of all the step's heads (as far as one kv head's queries allow)."""
+    """Most pairs of a span, of all the step's heads (as far as one kv head's queries allow)."""
     full_apart: bool = False
-    """Whether many FULL tiles in a row are a span of their own, without a limit."""
+    """True if many FULL tiles in a row are a span of their own, without a limit."""
 
 
 CPU = Limits(SPAN, 1 << 19)
 DEVICE = Limits(SPAN, 1 << 22)
-"""On other devices than CPUs, where what counts is how many operations are started."""
+"""Limits for other devices than CPUs, where the number of operations that are started counts."""
 PLAIN = Limits(SPAN, 1 << 24, full_apart=True)
-"""Of torch's own attention, which keeps no scores. What takes room is the bias of a span that a
-mask decides, and what counts is how many heads run side by side. See M50 in docs/measured.md."""
+"""Limits for torch's own attention, which keeps no scores. The bias of a span that a mask decides
+takes memory, and the number of heads that run side by side decides the time. See M50 in
+docs/measured.md."""
 
 
 def limits_of(call: Call, plain: bool) -> Limits:

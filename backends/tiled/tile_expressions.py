@@ -43,7 +43,7 @@ class Expressions:
         """A score for tiles of expressions that read none."""
         self._base = scope_of(call, self.nothing)
         self._step: QueryStep | None = None
-        """The step of the last tile, and what its tiles share."""
+        """The step of the last tile, and the values that its tiles share."""
         self._ranges: dict[str, Range] = {}
         self._variables: dict[str, torch.Tensor] = {}
         self._lines: dict[Node, torch.Tensor] = {}
@@ -83,7 +83,7 @@ class Expressions:
         }
 
     def line(self, node: Node, ranges: dict[str, Range]) -> torch.Tensor:
-        """The part within ``ranges`` of what varies with rows alone, or with keys alone."""
+        """The part within ``ranges`` of a value that varies with rows alone, or with keys alone."""
         found = self._lines.get(node)
         if found is None:
             every = {name: (0, length) for name, length in self._lengths.items()}
@@ -101,7 +101,7 @@ class _Order(NamedTuple):
     nodes: tuple[Node, ...]
     """Operands first, without those that lines alone are made of."""
     lines: frozenset[Node]
-    """Those of the nodes that vary with rows alone, or with keys alone, and are operations."""
+    """Operations among the nodes that vary with rows alone, or with keys alone."""
 
 
 @memoised("orders of operations on tiles", 256)
@@ -135,7 +135,7 @@ class Tile:
     ranges: dict[str, Range]
     """Logical positions of the names that run over consecutive ones."""
     places: dict[str, Range]
-    """Of the pairs, within those of the call."""
+    """Ranges of the pairs, within those of the call."""
 
     def evaluate(self, *roots: Node) -> tuple[torch.Tensor, ...]:
         """Values of ``roots``, each of four dims of full size or 1; not to be written to."""

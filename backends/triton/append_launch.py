@@ -17,7 +17,7 @@ _MOST = 448.0
 _BLOCK_BATCH = 128
 _NONE, _ONE, _HEADS, _POSITIONS = range(4)
 _FP8_CAPABILITY = (8, 9)
-"""Of the first GPUs whose kernels know numbers of 8 bits as pages have them."""
+"""Compute capability of the first GPUs whose kernels know 8-bit numbers as pages have them."""
 
 
 def why_not_fp8(pages: torch.Tensor) -> str | None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 LEAST_ROWS = 16
 """Rows of the smallest product on tensor cores."""
 MOST_QUERIES = 64
-"""Of a call, and of a request whose keys are shared out. Beyond, tiles of other families are full
-enough."""
+"""Most queries of a call, and of a request whose keys are shared out. With more, tiles of other
+families are full enough."""
 _MOST_MEMBERS = 64
 """Heads of the largest tile."""
 _MOST_LINES = 128
@@ -33,7 +33,7 @@ _USUAL_LINES, _WIDE_COLUMNS = 64, 256
 """Rows where numbers have 8 bits, which are widened in registers, or more than 16, and where keys
 and values have more columns together: registers or shared memory are too few for more rows."""
 PROGRAMS = 128
-"""Of one batch entry, where they are few: about as many as a GPU has processors."""
+"""Programs that share a batch entry of few units: about as many as a GPU has processors."""
 _PROGRAMS_TWICE = 2 * PROGRAMS
 """The same where two programs fit a processor: one computes while the other waits for its loads.
 With half of them 128k keys of one request take 149 us in place of 129: see M48."""
@@ -41,15 +41,15 @@ _NARROW_PROGRAMS = 4 * PROGRAMS
 """The same of programs of :data:`_NARROW_WARPS`: four of them fit a processor. Steps of one request
 have them too, since a request's bits must not depend on how many others a step has."""
 LEAST_PARTS, MOST_PARTS = 16, 128
-"""Of one unit, if it has so many tiles. More than the first only where there are few units: they
-take longer to merge, and write more."""
+"""Parts of one unit, if it has so many tiles. More than the first only where there are few units:
+they take longer to merge, and write more."""
 _WIDE_PARTS = 8
-"""The least of tiles with more than :data:`_WIDE_ROWS` rows, whose parts are large: see M48."""
+"""Least parts of tiles with more than :data:`_WIDE_ROWS` rows, whose parts are large: see M48."""
 TILES_OF_PART = 1
-"""That a program takes at least. Where keys are few each more takes 0.8 us (1,024 keys: 7.9, 8.7
+"""Least tiles that a program takes. Where keys are few each more takes 0.8 us (1,024 keys: 7.9, 8.7
 and 10.9 us with 1, 2 and 4 on an H100, D128), and where they are many it changes nothing."""
 MANY_TILES = 4
-"""Of a program where a unit has more parts than :data:`LEAST_PARTS`."""
+"""Least tiles that a program takes where a unit has more parts than :data:`LEAST_PARTS`."""
 COUNTS_OF_GRAPHS = 1 << 22
 """Numbers that launches of CUDA graphs count in: a hundred graphs of 32 layers with 1,280 each."""
 TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
@@ -57,7 +57,7 @@ TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
 _MERGED_NUMBERS = 8192
 """Sums that are merged together: 64 registers of a thread of 4 warps, and 128 of 2 warps."""
 _STAGE_BYTES = 32768
-"""Of keys and values that are loaded together; three stages of two programs fit a processor."""
+"""Bytes of keys and values loaded together; three stages of two programs fit a processor."""
 _STAGES = (3, 2)
 _STAGES_OF_PAGES = (5, 3, 2)
 """Triton shares stages out among loads that wait for each other, those of page numbers and those of
@@ -66,15 +66,15 @@ rows. Of 3 stages rows have 1: the next tile is loaded when this one has been re
 in docs/measured.md."""
 _WARPS = 4
 _WIDE_WARPS = 8
-"""Of tiles with more than :data:`_WIDE_ROWS` rows."""
+"""Warps of tiles with more than :data:`_WIDE_ROWS` rows."""
 _WIDE_ROWS = 64
 _NARROW_WARPS = 2
-"""Of kernels for pages with few rows of :data:`_NARROW_COLUMNS`, and nothing else to load. Four
-programs of 2 warps and 3 stages fit a processor, and load as much ahead as two of 4 warps and 5
-stages. They look each page up half as often. See M44 in docs/measured.md."""
+"""Warps of kernels for pages with few rows of :data:`_NARROW_COLUMNS`, and nothing else to load.
+Four programs of 2 warps and 3 stages fit a processor, and load as much ahead as two of 4 warps and
+5 stages. They look each page up half as often. See M44 in docs/measured.md."""
 _NARROW_COLUMNS = range(129, 257)
-"""Of keys and values together. With more, 2 warps have too few registers; with fewer a tile has
-more keys, and 2 warps take longer: see M44."""
+"""Columns of keys and values together. With more, 2 warps have too few registers; with fewer a tile
+has more keys, and 2 warps take longer: see M44."""
 
 
 class DecodeShape(NamedTuple):
@@ -150,7 +150,7 @@ class Sharing(NamedTuple):
     """Number of programs that share keys, and least number of parts that they make."""
 
     programs: int
-    """Of one batch entry, where they are few."""
+    """Programs that share a batch entry of few units."""
     least: int
     """Parts of one unit, if it has so many tiles, and of those that are merged at once: their loads
     wait for memory together."""

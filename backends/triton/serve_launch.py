@@ -45,9 +45,9 @@ class PagesLayout(NamedTuple):
     layout: LaunchSpec
     kernel: Executable
     facts: KernelFacts
-    """Of the captures that the kernel takes."""
+    """Facts of the captures that the kernel takes."""
     takes: bool
-    """Whether it takes any, or sizes that the program speaks of."""
+    """True if the kernel takes captures, or sizes that the program names."""
     grid: tuple[int, int, int]
     counted: int
     """Units that count the parts of their keys; 0 where all keys are one part."""

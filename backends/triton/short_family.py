@@ -49,9 +49,9 @@ read the same keys more often."""
 _MOST_HEADS = 65535
 """CUDA's limit for the second number of a program."""
 _MOST_ROWS = 1024
-"""Of all query heads that share keys, which one backward program goes along. More would take longer
-than Hopper's backward, whose programs share them (77 keys: 171 us for 4096 rows, 149 there). The
-number of heads does not count, so that parts of a batch have the bits of the whole."""
+"""Most rows, of all query heads that share keys, that one backward program goes along. More would
+take longer than Hopper's backward, whose programs share them (77 keys: 171 us for 4096 rows, 149
+there). The number of heads does not count, so that parts of a batch have the bits of the whole."""
 
 
 class Short(Portable):

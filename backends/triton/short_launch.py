@@ -56,7 +56,7 @@ class ShortForwardLaunch:
     layout: LaunchSpec
     kernel: Executable
     dtype: torch.dtype
-    """Of the output."""
+    """Dtype of the output."""
     last: LastArguments
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +81,7 @@ class ShortBackwardLaunch:
     layout: LaunchSpec
     kernel: Executable
     dtype: torch.dtype
-    """Of the gradients."""
+    """Dtype of the gradients."""
     last: LastArguments
 
     def __call__(self, operands: Sequence[torch.Tensor], backward: Backward) -> CallGradients:

@@ -25,7 +25,7 @@ _PIECES: dict[int, tuple[int, ...]] = {
     16: (16,), 32: (32,), 64: (64,), 80: (64, 16), 96: (64, 32), 128: (128,),
     144: (128, 16), 160: (128, 32), 192: (128, 64), 208: (128, 64, 16), 256: (128, 128),
 }  # fmt: skip
-"""How many keys a program holds, and in which pieces."""
+"""Pieces of the keys that a program holds, by the number of these keys."""
 KEYS = tuple(_PIECES)
 KEYS_OF_BACKWARD = tuple(keys for keys in KEYS if keys <= 128)
 ROWS = (16, 32, 64)
@@ -35,9 +35,9 @@ _ROWS_OF_BACKWARD = 32
 _FEW_ROWS = 512
 """Rows up to which a program has so few query tiles that it loads none ahead."""
 _WARPS = {16: 1, 32: 2, 64: 4}
-"""By rows of a query tile."""
+"""Warps by rows of a query tile."""
 _WARPS_OF_FEW = 2
-"""Of a backward of 16 rows and 16 keys: see M47 in docs/measured.md."""
+"""Warps of a backward of 16 rows and 16 keys: see M47 in docs/measured.md."""
 _MOST_WIDTH = 256
 """Columns of the widest rows: wider ones leave no room for tiles of queries."""
 _MOST_WARPS = 8
@@ -46,7 +46,7 @@ _SUMS_OF_WARP = 4096
 _MUCH_WORK = 60
 """Instructions a pair beyond which threads hold fewer scores."""
 _MOST_BYTES = 128 * 128 * 2 * 2
-"""Of keys and values that a program holds."""
+"""Most bytes of keys and values that a program holds."""
 _MOST_BYTES_OF_BACKWARD = 128 * 64 * 2 * 2
 """The same where dK and dV stay in registers."""
 
@@ -59,15 +59,15 @@ class ShortShape(NamedTuple):
     keys: int
     """Keys of a program, one of :data:`KEYS`."""
     long: bool
-    """Whether there are many query tiles, so that loads of the next one are worth their room."""
+    """True if there are many query tiles, so that loads of the next one are worth their room."""
 
     def __str__(self) -> str:
-        """For names of kernels."""
+        """Text for names of kernels."""
         return f"{self.rows}x{self.keys}" + "_long" * self.long
 
 
 def shapes(backward: bool) -> list[ShortShape]:
-    """All of a direction."""
+    """All shapes of a direction."""
     known = KEYS_OF_BACKWARD if backward else KEYS
     lengths = (*ROWS, _FEW_ROWS + 1)
     found = [shape_of(q_len, keys, backward) for keys in known for q_len in lengths]

@@ -36,7 +36,7 @@ class Widths:
     d: int
     """Head dim of q and k, rounded up to a power of two."""
     dv: int
-    """Of v, likewise."""
+    """Head dim of v, likewise."""
     element_bytes: int
     """Bytes of an element of q, k and v."""
 
@@ -59,7 +59,7 @@ def _of_query_tile(config: Config, widths: Widths) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """Tile sizes of one kernel, by what its loop is like and by the wider head dim."""
+    """Tile sizes of one kernel, by the kind of its loop and by the wider head dim."""
 
     dense: Mapping[int, Row]
     masked: Mapping[int, Row] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Tiles:
     and are mostly faster: see M15 in docs/measured.md."""
     owns_keys: bool = False
     whole_diagonals: bool = False
-    """Whether the rows of a tile must be a multiple of its columns."""
+    """True if the rows of a tile must be a multiple of its columns."""
 
     def configs(self, job: Job, machine: Target) -> Row:
         """Configurations of a job, in order; one alone for the interpreter."""

@@ -22,7 +22,7 @@ _KEYS = (
     "factor_of_kept, halves_of_kept, keep, keep_of_keys as keep_of_tile, "
     "layout_of_key_bits as layout_of_bits"
 )
-"""What kernels call of ``dropout``, if the rows of their products are queries, or keys."""
+"""Imports from ``dropout`` where the products' rows are keys; ``_ROWS``: where they are queries."""
 
 
 def _shared_bytes(task: Task, facts: KernelFacts, config: Config) -> int:

@@ -33,11 +33,11 @@ class OwnTiles:
     """Rules by which consumers leave out tiles of their work tile."""
 
     skips: bool = False
-    """Whether they leave out any."""
+    """True if they leave out any."""
     loop: LoopPlan | None = None
     """The plan of one consumer's rows, if it has a closed form and differs from the tile's."""
     parts: int = 1
-    """Of how many consumers the lists of tiles tell."""
+    """Number of consumers whose tiles the lists of tiles tell apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Feature:
     sums: tuple[Buffer, ...] = ()
     """Buffers of a backward whose arguments stand before the program's, as fields of its record."""
     takes: Callable[[GradientPlan, Lowered, Call], GradientPlan] | None = None
-    """The plan with what the feature takes from kernels of their own."""
+    """The plan, in which the feature takes over gradients from kernels of their own."""
     collect: Collect | None = None
     """The results with the gradients that come of it."""
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _MOST_EXPONENT = {"bf16": 80.0, "fp16": 10.0}
 """In weights 2^x, and 2^-x, by dtype. Sums of 2^32 weights 2^80, of values up to 2^15, fit fp32."""
 _MIXED = {64: 3, 128: 2, 256: 0}
-"""How many of 16 weights of bounded scores are made of multiplications, by head dim: see M3 in
-docs/measured.md."""
+"""Number of weights in 16, of bounded scores, that are made of multiplications, by head dim: see M3
+in docs/measured.md."""
 
 
 def _is_bounded(spec: ModuleSpec) -> bool:

@@ -12,7 +12,7 @@ of t + 2 takes its place, whose load comes after.
 
 @gluon.jit
 def line_of_sums(tile, head, call):
-    """Where sums of a tile of keys lie that are of the first query less the tile's end."""
+    """Address of a key tile's sum for the distance of the first query from the tile's end."""
     sizes = call.sizes
     kv_tiles = tl.cdiv(sizes.kv_len, BLOCK_N)
     number = (head.b * sizes.heads + head.h) * kv_tiles + tile

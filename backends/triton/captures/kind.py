@@ -43,7 +43,7 @@ class BackwardState:
     grad_out: torch.Tensor
     """With last stride 1."""
     layout: Callable[..., LaunchSpec]
-    """Of (lowered, call, task, grad_out, wanted): the kernels of that task."""
+    """Function from (lowered, call, task, grad_out, wanted) to the kernels of that task."""
 
     @property
     def is_empty(self) -> bool:

@@ -65,7 +65,7 @@ _AT_MOST_ONE = frozenset({Op.TANH, Op.SIGMOID, Op.SIN, Op.COS, Op.SIGN})
 _MOST_TOGETHER = 2
 """Lookups whose sums over batch entries and heads a program has room for."""
 INF, MINUS_INF, NAN = 1, 2, 4
-"""What kernels note of an element (``library.note_infinities``)."""
+"""Flags that kernels note of an element (``library.note_infinities``)."""
 
 
 @dataclass(frozen=True, slots=True)

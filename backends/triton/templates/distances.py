@@ -6,7 +6,7 @@
 
 @triton.jit
 def diagonal_lives(q, kv, scope):
-    """Whether some, and whether all pairs take part that have the distances of a tile."""
+    """Tell if some, and if all pairs take part that have the distances of a tile."""
     live = tl.full([BLOCK_M, BLOCK_N], 1, tl.int1)
     if MASKED:
         s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -17,7 +17,7 @@ def diagonal_lives(q, kv, scope):
 
 @triton.jit
 def add_at(sums, corner, q, kv, origins, operands, scale, scope, PARTIAL: tl.constexpr):
-    """The sums with what a tile of the diagonal adds; ``q`` and ``kv`` are of the first one."""
+    """The sums after adding a tile of the diagonal; ``q`` and ``kv`` are of its first tile."""
     sizes = scope.sizes
     if not ALL_MEETS_DISTANCES:
         rows = corner.q + tl.arange(0, BLOCK_M)

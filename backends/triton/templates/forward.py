@@ -6,7 +6,7 @@
 
 @triton.jit
 def live_pairs(s, q, columns, scale, scope):
-    """Which pairs of a tile take part, from their q . k."""
+    """Mask of the pairs of a tile that take part, from their q . k."""
     if SCALED_FIRST:
         s = s * scale
     live = (columns.numbers < scope.sizes.kv_len)[None, :]

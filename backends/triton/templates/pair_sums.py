@@ -1,4 +1,4 @@
-"""Where sums over batch entries and heads lie, of every pair. Follows or precedes their kernel."""
+"""Sums over batch entries and heads, of every pair. Follows or precedes their kernel."""
 # ruff: noqa: F821
 
 #: begin

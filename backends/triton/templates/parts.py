@@ -29,7 +29,7 @@ def packed_rows(numbers, first_query, first_head, members, sizes):
 
 @triton.jit
 def addresses_of(tensor, b, rows, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Where the rows of a tile lie in a tensor, and which elements exist."""
+    """Addresses of the rows of a tile in a tensor, and a mask of the elements that exist."""
     columns = tl.arange(0, BLOCK_WIDTH)
     base = tensor.base + b * tensor.stride_b
     lines = rows.h.to(tl.int64) * tensor.stride_h + rows.query.to(tl.int64) * tensor.stride_n
@@ -39,7 +39,7 @@ def addresses_of(tensor, b, rows, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr
 
 @triton.jit
 def parts_of(tiles, most):
-    """How many programs share so many live tiles, and how many tiles each of them takes."""
+    """Number of programs that share so many live tiles, and of tiles that each of them takes."""
     wanted = tl.minimum(tl.cdiv(tiles, TILES_OF_PART), most)
     taken = tl.maximum(tl.cdiv(tiles, tl.maximum(wanted, 1)), 1)
     return tl.maximum(tl.cdiv(tiles, taken), 1), taken
@@ -97,7 +97,7 @@ def attend_part(softmax, q_tile, q, keys, factors, visits, part, places, shift):
 
 @triton.jit
 def room_of(buffer, unit, units, most_parts):
-    """Where a unit's parts lie in a buffer: sums of all units, then row sums, then row maxima."""
+    """Addresses of a unit's parts in a buffer: sums of all units, row sums, then row maxima."""
     lines = most_parts * LINES
     row_sums = buffer + units.to(tl.int64) * lines * BLOCK_DV
     row_maxes = row_sums + units.to(tl.int64) * lines
@@ -168,7 +168,7 @@ def with_part(softmax, part, factor):
 
 @triton.jit
 def empty_softmax(COUNT: tl.constexpr):
-    """That of rows before their first tile."""
+    """The running softmax of rows before their first tile."""
     return Softmax(
         tl.zeros([COUNT, BLOCK_DV], tl.float32),
         tl.zeros([COUNT], tl.float32),
@@ -191,7 +191,7 @@ def merge_group(room, parts, places, members):
 
 @triton.jit
 def is_last(count, number):
-    """Whether the program is the last of so many to count; then the count is 0 again."""
+    """Tell if the program is the last of so many to count; then the count is 0 again."""
     # All that the program has written is there before it counts.
     tl.debug_barrier()
     last = tl.atomic_add(count, 1, sem="acq_rel") == number - 1
@@ -202,7 +202,7 @@ def is_last(count, number):
 
 @triton.jit
 def counts_of_unit(counts, unit, most_parts):
-    """Where a unit's programs count: parts or groups, and behind it the parts of each group."""
+    """Address of a unit's counts: of parts or groups, and behind it of the parts of each group."""
     each = tl.where(most_parts > MOST_IN_ONE, 1 + tl.cdiv(most_parts, PARTS_AT_ONCE), 1)
     return counts + unit * each
 

@@ -12,7 +12,7 @@ Follows ``softmax.py`` and ``parts.py`` in one module.
 
 @triton.jit
 def pages_of(first, keys):
-    """Where a tile's keys lie, from number ``first`` on, a multiple of BLOCK_N.
+    """Pages and rows of a tile's keys, from number ``first`` on, a multiple of BLOCK_N.
 
     A wrong page number is some page of the pool. What a number is within its page is the same for
     all tiles where pages are parts of tiles, and rests on one division where tiles are parts of
@@ -33,7 +33,7 @@ def pages_of(first, keys):
 
 @triton.jit
 def lines_of(at, stride_p, stride_n):
-    """How far from the first key of all pages the keys of a tile lie.
+    """Offsets of the keys of a tile from the first key of all pages.
 
     Steps say by their type whether a product of 32 bits holds what a row is from its page.
     """
@@ -85,7 +85,7 @@ def rows_in_fp16(q_tile):
 
 @triton.jit
 def scales_of(rows, at):
-    """What each row is multiplied by, where each has a number of its own."""
+    """Factor of each row, where each has a number of its own."""
     lines = lines_of(at, rows.scale_p, rows.scale_n)
     return tl.load(rows.scale + lines, mask=at.exists, other=0.0)
 

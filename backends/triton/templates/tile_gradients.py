@@ -1,4 +1,4 @@
-"""What a tile of pairs adds to sums. Follows ``weights.py`` in one module, its kernel follows."""
+"""Sums over a tile of pairs. Follows ``weights.py`` in one module, its kernel follows."""
 # ruff: noqa: F821
 
 #: begin
@@ -6,7 +6,7 @@
 
 @triton.jit
 def lives_of_tile(corner, origins, scope):
-    """Whether some and whether all pairs of a tile take part."""
+    """Tell if some, and if all pairs of a tile take part."""
     sizes = scope.sizes
     rows = corner.q + tl.arange(0, BLOCK_M)
     columns = corner.kv + tl.arange(0, BLOCK_N)
@@ -25,7 +25,7 @@ def lives_of_tile(corner, origins, scope):
 
 @triton.jit
 def add_pairs(sums, query, keys, scale, scope, PARTIAL: tl.constexpr):
-    """The sums with what these pairs add."""
+    """The sums after adding these pairs."""
     pairs = Pairs(query.places, keys.places, query.exists[:, None], keys.exists[None, :])
     # Both before what takes either, so that the second runs meanwhile.
     s = dot(query.q, tl.trans(keys.k), PRECISION, UPCAST)
