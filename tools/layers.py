@@ -28,7 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "call.argument_type_errors",
             "call.attention_base",
-            "call.binding",
+            "call.resolve",
             "call.prepared",
             "call.signature",
         }

@@ -651,11 +651,11 @@ def test_spans_that_end_alike_share_a_bias(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "rows", "width", "forward", "backward"),
     [
-        ("causal()", 1, 8, "SingleCall Triangle Steps", "Triangle Steps"),
-        ("causal()", 200, 8, "Triangle Steps", "Triangle Steps"),
-        ("causal() and q - kv < 40", 200, 8, "Steps", "Steps"),
-        ("causal()", 200, 5, "Steps", "Steps"),
-        ("mask = causal(); score = softcap(score, 2.0)", 1, 8, "Steps", "Steps"),
+        ("causal()", 1, 8, "SingleCall Triangle RowSteps", "Triangle RowSteps"),
+        ("causal()", 200, 8, "Triangle RowSteps", "Triangle RowSteps"),
+        ("causal() and q - kv < 40", 200, 8, "RowSteps", "RowSteps"),
+        ("causal()", 200, 5, "RowSteps", "RowSteps"),
+        ("mask = causal(); score = softcap(score, 2.0)", 1, 8, "RowSteps", "RowSteps"),
     ],
 )
 def test_choices(text, rows, width, forward, backward):

@@ -319,7 +319,7 @@ def test_errors_that_are_remembered_keep_no_program():
 def test_the_server_begins_with_what_checks_need():
     """What takes long at the first check is over before it, and no collection looks at it again."""
     code = (
-        "import gc, sys; from attndsl.editors import server; server.warm_up()\n"
+        "import gc, sys; from attndsl.editors import language_server; language_server.warm_up()\n"
         "assert 'sympy' in sys.modules and gc.get_freeze_count() > 10_000"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)

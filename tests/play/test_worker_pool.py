@@ -218,13 +218,13 @@ WARM = """
 import sys, torch
 from attndsl.play.answers import answer
 from attndsl.play.examples import examples
-from attndsl.play.messages import Asked, Kind, View
+from attndsl.play.messages import PageRequest, RequestKind
 from attndsl.play.worker import warm_up
 warm_up()
 before = set(sys.modules)
 texts = [e.text for group in examples() for e in group.examples if e.name != "in_window"]
 for text in [*texts, "q - kv < 1 + 1", "x = q + 1; mask = x + x + 1 > kv", "q >= k"]:
-    answer(Asked(Kind.PICTURE, text))
+    answer(PageRequest(RequestKind.PICTURE, text))
 print(sorted(set(sys.modules) - before))
 """
 

@@ -39,7 +39,7 @@ def as_on_a_gpu(monkeypatch):
     looks = paged.looks_at_values
     on_a_gpu = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(paged, "has_values", lambda tensor: True)
-    for module in ("runtime.paged", "serving"):
+    for module in ("serving.paged", "serving.serve_call"):
         monkeypatch.setattr(f"attndsl.{module}.looks_at_values", lambda tensor: looks(on_a_gpu))
 
 

@@ -70,7 +70,7 @@ class Operations:
                 fence_async_shared=self.fence, mbarrier=barrier, warpgroup_mma=self.multiply,
                 warpgroup_mma_wait=self.products,
             ),
-            "attndsl.backends.hopper": SimpleNamespace(dialect=language),
+            "attndsl.backends.hopper": SimpleNamespace(gluon_dialect=language),
             "attndsl.backends.hopper.gluon_dialect": language,
             "attndsl.backends.hopper.channels": self.channels(barrier, language),
             "attndsl.backends.hopper.library": SimpleNamespace(

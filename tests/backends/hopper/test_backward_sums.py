@@ -145,9 +145,9 @@ def test_sums_along_diagonals(name, shape):
 
 ANNOUNCE = "producer_commit(ds, ...)"
 NEEDED_TO_ADD = {
-    "dS is there": drop("mbarrier.wait(ds.full.index(...), ...)"),
+    "dS is there": drop("consumer_wait(memory.ds, ...)"),
     "phases of dS": swap(
-        "mbarrier.wait(ds.full.index(_place), ...)", "mbarrier.wait(ds.full.index(_place), 0)"
+        "consumer_wait(memory.ds, _slot)", "consumer_wait(memory.ds, _slot._replace(phase=0))"
     ),
     "dS is announced": drop(ANNOUNCE),
     "both have written": early(f"if PART == 0: {ANNOUNCE}", to="sync_consumers()"),

@@ -141,7 +141,7 @@ def device() -> dict[str, Any]:
         DistributedLinearLayout=lambda *_: None, BlockedLayout=lambda *_: None,
     )  # fmt: skip
     same = SimpleNamespace(jit=lambda function: function, constexpr_function=lambda f: f)
-    text = (resources.files("attndsl.backends.hopper") / "diagonals.py").read_text("utf-8")
+    text = (resources.files("attndsl.backends.hopper") / "diagonal_sums.py").read_text("utf-8")
     text = text.replace("import triton\n", "").replace(
         "from triton.experimental import gluon\n", ""
     )

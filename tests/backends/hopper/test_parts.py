@@ -108,7 +108,7 @@ def test_gradients_of_a_part_are_of_what_the_whole_draws(monkeypatch, config):
         texts = (drop_function(kinds).split("\n") for kinds in (None, (BLOCK, BLOCK)))
         whole, part = ("\n".join(lines[-2:]) for lines in texts)
         assert whole in text
-        text = text.replace("dropout import drop_of_head", "dropout import drop_of_part")
+        text = text.replace("dropout_tile import drop_of_head", "dropout_tile import drop_of_part")
         return f"{text.replace(whole, part.replace('given.draws', 'draws'))}\n{numbers}\n"
 
     monkeypatch.setattr(backward_text, "kept", kept)

@@ -11,7 +11,7 @@ SCRIPT = textwrap.dedent(
     """
     import sys
     from support.cross import cross_compile
-    from attndsl.backends.emit.expression import Capture
+    from attndsl.backends.emit.expression import CaptureFacts
     from attndsl.backends.emit.facts import ParamKind, KernelFacts
     from attndsl.ir import DType
     from attndsl.pipeline import lower
@@ -32,9 +32,9 @@ SCRIPT = textwrap.dedent(
     kernels = sys.argv[5].split(",") if sys.argv[5] else None
     lowered = lower(Source(TEXTS[case]), {})
     captures = (
-        Capture("doc", DType.INT, 2, 32, False, frozenset({1}), ("batch", "kv_len")),
-        Capture("gain", DType.FLOAT, 1, 32, False, frozenset({0}), ("heads",)),
-        Capture("bias", DType.FLOAT, 2, 16, False, frozenset({1}), ("q_len", "kv_len")),
+        CaptureFacts("doc", DType.INT, 2, 32, False, frozenset({1}), ("batch", "kv_len")),
+        CaptureFacts("gain", DType.FLOAT, 1, 32, False, frozenset({0}), ("heads",)),
+        CaptureFacts("bias", DType.FLOAT, 2, 16, False, frozenset({1}), ("q_len", "kv_len")),
     )
     rich = case == "rich"
     facts = KernelFacts(

@@ -14,15 +14,15 @@ from attndsl.passes.tiles.tile_plan import DIRECTIONS, FORWARD
 # Each derivation ends at another operation. The lists between them find a broken heap.
 _DERIVE = """
 import sys
-from attndsl.passes.tiles import segments
+from attndsl.passes.tiles import closed_form
 from attndsl.passes.tiles.tile_plan import DIRECTIONS
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
 sparsity = lower(Source("mask = block_diffusion(13, 3)"), {}).sparsity
 for limit in map(int, sys.argv[1:]):
-    segments.MAX_OPERATIONS = limit
-    segments.closed_segments.cache_clear()
+    closed_form.MAX_OPERATIONS = limit
+    closed_form.closed_segments.cache_clear()
     sparsity.loop(DIRECTIONS["backward_kv"], 7, 5, False, False)
     rest = [[None] * size for size in range(1500)]
 print("whole")
