@@ -214,9 +214,10 @@ class _Attend(torch.autograd.Function):
         results = Backward(out, lse, grad_out, grad_lse, wanted)
         is_laid_out_anew = strides != [x.stride() for x in saved]
         if (
-            bound is not None and not is_laid_out_anew
+            bound is not None
+            and not is_laid_out_anew
             and _is_like(bound, saved, grad_out, grad_lse)
-        ):  # fmt: skip
+        ):
             found = _bound_gradients(bound, tensors, results)
             captures = [found.tensors.get(name) for name in form.tensors]
             return (None, found.q, found.k, found.v, *captures)

@@ -78,9 +78,26 @@ class PreparedCall:
     """Program, backend and checks that calls of one signature share. It holds no tensors."""
 
     __slots__ = (
-        "as_given", "backend", "bare", "binds", "bound", "declared", "kv_len", "lowered", "marks",
-        "needs", "numbers", "params", "request", "scale", "source", "template", "tensors", "terms",
-    )  # fmt: skip
+        "as_given",
+        "backend",
+        "bare",
+        "binds",
+        "bound",
+        "declared",
+        "kv_len",
+        "lowered",
+        "marks",
+        "name",
+        "needs",
+        "numbers",
+        "params",
+        "request",
+        "scale",
+        "source",
+        "template",
+        "tensors",
+        "terms",
+    )
 
     def __init__(
         self, program: Compiled, backend: Backend, call: Call, as_given: bool, needs: ValueChecks,
@@ -99,7 +116,7 @@ class PreparedCall:
         """
         # Not the program itself: it keeps prepared calls, and would be part of a cycle.
         self.declared = declared = program.lowered.program
-        self.request, self.source = program._request, program._source
+        self.name, self.request, self.source = program.name, program._request, program._source
         self.backend, self.as_given, self.needs, self.terms = backend, as_given, needs, terms
         self.lowered = program.lowered if terms is None else terms.lowered
         self.marks = _marks_entries(backend, terms, call)
@@ -110,17 +127,25 @@ class PreparedCall:
         # ``q.new_empty`` would be of a transform of torch.func.
         empty = torch.empty(0, dtype=call.q.dtype, device=call.q.device)
         self.template = call._replace(
-            q=empty, k=empty, v=empty, tensors=NONE, params=NONE, scale=self.scale,
-            q_offset=0, kv_offset=0, q_index=None, kv_index=None, seed=0,
+            q=empty,
+            k=empty,
+            v=empty,
+            tensors=NONE,
+            params=NONE,
+            scale=self.scale,
+            q_offset=0,
+            kv_offset=0,
+            q_index=None,
+            kv_index=None,
+            seed=0,
             signature=Signature(program.name),
-        )  # fmt: skip
+        )
         self.bare = None
         if not (self.tensors or self.params or declared.dropout) and terms is None:
             self.bare = tuple(self.template[3:])
         self.binds = (
-            backend.binds and as_given and terms is None and declared.dropout is None
-            and fixed
-        )  # fmt: skip
+            backend.binds and as_given and terms is None and declared.dropout is None and fixed
+        )
         self.bound: BoundCall | None = None
         """The launch of calls that differ in elements and addresses alone; none before the second
         one."""
@@ -142,8 +167,7 @@ class PreparedCall:
             call = self._with_options(q, k, v, options, captures)
         if self.terms is None and self.kv_len != k.shape[2]:
             sizes = {**call.sizes, "kv_len": k.shape[2]}
-            name = self.template.signature.name  # type: ignore[union-attr]
-            call = call._replace(sizes=sizes, signature=Signature(name))
+            call = call._replace(sizes=sizes, signature=Signature(self.name))
         if self.needs or call.q_offset or call.kv_offset:
             call = check_values(self.declared, call, self.needs, self.marks and _is_forward())
         return call
@@ -260,8 +284,7 @@ class PreparedCall:
                 check_probability(self.lowered.program.dropout, call)
             backend = seen_by_modes(self.backend, self.request, whole)
             shown = profiler._is_profiler_enabled and not backend.has_events
-            name = self.template.signature.name  # type: ignore[union-attr]
-            with event_named(name, BACKWARD) if shown else nullcontext():
+            with event_named(self.name, BACKWARD) if shown else nullcontext():
                 found = gradients_of_results(backend, self.lowered, call, results, wants)
             captures = gradients_of_wholes(self.declared, whole, found.captures)
             return found._replace(q=in_room(room, found.q), captures=captures)

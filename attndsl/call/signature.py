@@ -121,10 +121,24 @@ def signature_of_call(
         parts += [_value_of(options.get(name)) for name in ("q_offset", "kv_offset")]
     if facts.any_length and plain and q.is_cpu and not _is_of_one_length(facts, k, v, options):
         return (
-            ANY_LENGTH, q.shape, q.stride(), q.dtype, q.device, deterministic, k.shape[:2],
-            k.shape[3], k.stride()[3], k.dtype, k.device, v.shape[:2], v.shape[3], v.stride()[3],
-            v.dtype, v.device, *parts,
-        )  # fmt: skip
+            ANY_LENGTH,
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.device,
+            deterministic,
+            k.shape[:2],
+            k.shape[3],
+            k.stride()[3],
+            k.dtype,
+            k.device,
+            v.shape[:2],
+            v.shape[3],
+            v.stride()[3],
+            v.dtype,
+            v.device,
+            *parts,
+        )
     return (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
         v.stride(), v.dtype, v.device, deterministic, *parts,

@@ -35,9 +35,12 @@ class Launches:
     __slots__ = ("_counts", "_counts_of", "_index", "device", "layout", "lse", "maps", "new")
 
     def __init__(
-        self, layout: HopperLayout, maps: TensorMaps,
-        counts_of: Callable[[torch.device, int], torch.Tensor], device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        layout: HopperLayout,
+        maps: TensorMaps,
+        counts_of: Callable[[torch.device, int], torch.Tensor],
+        device: torch.device,
+    ) -> None:
         """Share what launches of ``layout`` on ``device`` need.
 
         Args:
