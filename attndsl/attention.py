@@ -137,11 +137,11 @@ class Attention(InGraphs, Analysis, DenseViews, Introspection, Serving):
             scale: Factor of ``q . k`` in the raw score; 1 / sqrt(D) by default.
             seed: Seed of dropout, an int or a 0-d int64 tensor on q's device; drawn from torch's
                 generator where the program has dropout and none is given.
-            deterministic: Whether gradients must be equal bit for bit from run to run; by default
+            deterministic: True for gradients that are equal bit for bit from run to run; by default
                 what ``torch.use_deterministic_algorithms`` says.
             out_dtype: dtype of the output: ``torch.float32`` for q, k and v of a half type, so that
                 nothing is lost where parts are put together; by default that of q.
-            return_lse: Whether to return the log-sum-exp of each row too.
+            return_lse: True to return the log-sum-exp of each row too.
             tiles: Tiles that :meth:`tiles` found for this program and these captures: where the
                 tiles have no closed form, they are not looked for again. A map of another mask
                 would leave out live pairs. In graphs of ``torch.compile`` it is not used.

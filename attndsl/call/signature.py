@@ -81,21 +81,48 @@ def signature_of_call(
         options: Keywords of the call, with its captures among them if ``captures`` is the same.
         captures: The captures by name; names of options are none of them.
     """
+    together = captures is options
+    parts, deterministic, plain, by_value = _of_options(facts, options, together)
+    if not together:
+        for name, x in captures.items():
+            parts += (name, kind_of(x))
+    if facts.dims:
+        parts.append(dims_key(facts.dims, captures))
+    if facts.draws and options.get("seed") is None:
+        # A seed that a CUDA graph draws is a tensor.
+        parts.append(q.is_cuda and torch.cuda.is_current_stream_capturing())
+    if by_value:
+        parts += [_value_of(options.get(name)) for name in ("q_offset", "kv_offset")]
+    if facts.any_length and plain and q.is_cpu and not _is_of_one_length(facts, k, v, options):
+        return (
+            ANY_LENGTH, q.shape, q.stride(), q.dtype, q.device, deterministic, k.shape[:2],
+            k.shape[3], k.stride()[3], k.dtype, k.device, v.shape[:2], v.shape[3], v.stride()[3],
+            v.dtype, v.device, *parts,
+        )  # fmt: skip
+    return (
+        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
+        v.stride(), v.dtype, v.device, deterministic, *parts,
+    )  # fmt: skip
+
+
+def _of_options(
+    facts: Facts, options: Mapping[str, Any], together: bool
+) -> tuple[list[object], bool, bool, bool]:
+    """The parts of options, and of captures where these are ``together`` with them.
+
+    Also returned: whether the call is deterministic, whether its options are numbers that hold for
+    any number of keys, and whether offsets stand in the signature by their values.
+    """
     parts: list[object] = []
     deterministic: Any = None
     plain, by_value = True, facts.by_token
-    together = captures is options
     for name, x in options.items():
         in_key = IN_KEY.get(name)
         if in_key is _KIND:
             if x is None:
                 continue
-            if name == "tiles":
-                parts += (name, tiles_key(x))
-                plain = False
-            else:
-                plain = plain and type(x) in _NUMBERS
-                parts += (name, kind_of(x))
+            plain = plain and type(x) in _NUMBERS
+            parts += (name, tiles_key(x) if name == "tiles" else kind_of(x))
         elif in_key is _VALUE:
             if name == "deterministic":
                 deterministic = x
@@ -109,40 +136,7 @@ def signature_of_call(
         deterministic = (
             _is_deterministic() if deterministic is None else is_deterministic(deterministic)
         )
-    if not together:
-        for name, x in captures.items():
-            parts += (name, kind_of(x))
-    if facts.dims:
-        parts.append(dims_key(facts.dims, captures))
-    if facts.draws and options.get("seed") is None:
-        # A seed that a CUDA graph draws is a tensor.
-        parts.append(q.is_cuda and torch.cuda.is_current_stream_capturing())
-    if by_value:
-        parts += [_value_of(options.get(name)) for name in ("q_offset", "kv_offset")]
-    if facts.any_length and plain and q.is_cpu and not _is_of_one_length(facts, k, v, options):
-        return (
-            ANY_LENGTH,
-            q.shape,
-            q.stride(),
-            q.dtype,
-            q.device,
-            deterministic,
-            k.shape[:2],
-            k.shape[3],
-            k.stride()[3],
-            k.dtype,
-            k.device,
-            v.shape[:2],
-            v.shape[3],
-            v.stride()[3],
-            v.dtype,
-            v.device,
-            *parts,
-        )
-    return (
-        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
-        v.stride(), v.dtype, v.device, deterministic, *parts,
-    )  # fmt: skip
+    return parts, deterministic, plain, by_value
 
 
 _NUMBERS = frozenset((int, float))
