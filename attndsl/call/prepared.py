@@ -173,9 +173,13 @@ class PreparedCall:
         return call
 
     def _with_options(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any],
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        options: Mapping[str, Any],
         captures: Mapping[str, Any],
-    ) -> Call:  # fmt: skip
+    ) -> Call:
         get, own, part = options.get, self.template, self.template.part
         scale, seed = get("scale"), get("seed")
         if self.declared.dropout is not None:
