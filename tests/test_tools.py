@@ -190,10 +190,14 @@ def test_calls_of_a_higher_layer_are_told():
     assert "up: attndsl.ir calls attndsl.api, 2 times" in ways.shown("way", way)
 
 
-def test_a_known_backward_enters_few_rooms(capsys):
-    ways.main(["hopper backward again", "--brief"])
-    stays, rooms, _ = (int(part.split()[0]) for part in capsys.readouterr().out[23:].split(","))
-    assert 1 < rooms <= 9 < stays  # One of them has the caches.
+@pytest.mark.parametrize(
+    ("name", "most"), [("hopper call again", 6), ("serving step again", 8)]
+)  # fmt: skip
+def test_known_calls_enter_few_rooms(capsys, name, most):
+    ways.main([name, "--brief"])
+    told = capsys.readouterr().out.removeprefix(f"{name}: ")
+    stays, rooms, _ = (int(part.split()[0]) for part in told.split(","))
+    assert 1 < rooms <= most < stays
 
 
 @pytest.mark.usefixtures("traced_sooner")

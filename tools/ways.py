@@ -322,7 +322,7 @@ WAYS: dict[str, Callable[[], Callable[[], object]]] = {
 ON_PAGE = {
     "lower": "A text is lowered",
     "hopper kernel text": "A lowered score becomes the text of Hopper's forward",
-    "hopper backward again": "A backward by Hopper's kernels, like one before",
+    "hopper call again": "A call and its backward by Hopper's kernels, like one before",
     "cpu": "A forward on a CPU",
 }
 """Ways that the page has, and what it calls them."""

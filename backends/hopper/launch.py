@@ -153,11 +153,11 @@ class TensorMaps:
 
     def of(self, view: View, tensor: torch.Tensor) -> Sequence[object]:
         """The arguments by which a kernel sees ``tensor``."""
+        if view.encode is None:
+            return (view.descriptor(tensor),)
         key = view, tensor.data_ptr()
         found = self._found.recent.get(key) or self._found.get(key)
         if found is None:
-            if view.encode is None:
-                return (view.descriptor(tensor),)
             found = tuple(view.encode(view.descriptor(tensor)))
             self._found.put(key, found)
         return found
@@ -168,7 +168,9 @@ class TensorMaps:
         A training step has the same addresses again and again, and looks them up once a kernel.
         """
         key = (views, *[tensor.data_ptr() for tensor in tensors])
-        found = self._together.recent.get(key) or self._together.get(key)
+        found = self._together.recent.get(key)
+        if found is None and views.each[0].encode is not None:
+            found = self._together.get(key)
         if found is None:
             parts = map(self.of, views.each, views.seen(tensors))
             found = tuple(argument for part in parts for argument in part)
