@@ -130,8 +130,7 @@ class PreparedStep(NamedTuple):
         call = self.call._replace(
             scale=step.q.shape[2] ** -0.5 if scale is None else scale_of(scale),
             tensors={d.name: captures[d.name] for d in program.tensors},  # type: ignore[misc]
-            params={d.name: captures.get(d.name, d.default) for d in program.params},
-             # type: ignore[arg-type]
+            params={d.name: captures.get(d.name, d.default) for d in program.params},  # type: ignore[arg-type]
             part=part,
         )  # fmt: skip
         return check_params(program, call, self.needs) if program.params else call

@@ -203,7 +203,7 @@ class Serving(Compiled):
             requests, found = plan.signature, plan.found
         if self._backend == READS_PAGES and not self._checked:
             key = signature_of(step, given, self._dims, self._by_token, requests)
-        prepared = None if key is None else self._prepared.cache.get(key)
+        prepared: PreparedStep | None = None if key is None else self._prepared.cache.get(key)
         if prepared is None:
             return self._serve_anew(step, given, key, plan)
         _refuse_gradients(step, given)
