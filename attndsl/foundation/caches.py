@@ -28,8 +28,9 @@ class Reason(Enum):
     RESET = "all caches are reset"
     """Every cache is emptied: by tests, and by who measures a first call."""
     BACKENDS = "backends are other objects"
+    """Tests make new backends."""
     KERNELS = "other kernels are chosen"
-    """Tuning has chosen another configuration, or a kernel is compiled anew."""
+    """Tuning has chosen another configuration."""
 
 
 class CacheStatistics(NamedTuple):
