@@ -110,17 +110,20 @@ class CPUBackend(Backend):
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
         with _without_grad(), _without_autocast(call.q.device.type):
-            found = (strategy.forward(lowered, call) for strategy in self.choose(lowered, call))
-            return next(results for results in found if results is not None)
+            for strategy in self.choose(lowered, call):
+                results = strategy.forward(lowered, call)
+                if results is not None:
+                    return results
+        raise AssertionError("the last strategy has results")
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         with torch.no_grad(), _without_autocast(call.q.device.type):
-            found = (
-                strategy.backward(lowered, call, backward)
-                for strategy in self.choose(lowered, call, backward)
-            )
-            return next(results for results in found if results is not None)
+            for strategy in self.choose(lowered, call, backward):
+                found = strategy.backward(lowered, call, backward)
+                if found is not None:
+                    return found
+        raise AssertionError("the last strategy has results")
 
 
 def _without_grad() -> AbstractContextManager[object]:
