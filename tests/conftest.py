@@ -522,7 +522,7 @@ def counted(tmp_path: Any) -> Any:
 
 @pytest.fixture
 def without_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """As if Triton lacked Gluon; gives the module that cannot be imported then."""
+    """Triton without Gluon; gives the module that cannot be imported then."""
     from attndsl.backends.engine.families import families_of, why_not_loaded
 
     def forget() -> None:

@@ -1,4 +1,4 @@
-"""What the house's counters find on small sources, and limits of what they find in the project."""
+"""Counters of the house on small sources, and limits of their figures for the project."""
 
 import json
 
@@ -90,7 +90,7 @@ from torch import Tensor
 
 class Row(NamedTuple):
     width: int
-    """As :attr:`width`, :meth:`_replace` and :meth:`Inner.deep`."""
+    """References such as :attr:`width`, :meth:`_replace` and :meth:`Inner.deep`."""
 
     class Inner:
         def deep(self):

@@ -22,7 +22,7 @@ class Made(NamedTuple):
 
     name: str
     key: str
-    """What entries are found by, in words; empty if the code does not say it."""
+    """Words for the key of a cache's entries; empty if the code does not say it."""
     module: str
     bound: str
     reasons: str

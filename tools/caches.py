@@ -87,7 +87,7 @@ class Cache(NamedTuple):
 
     @property
     def is_owned(self) -> bool:
-        """Whether one owner knows it."""
+        """True if the owner of caches knows it."""
         return self.idiom == "owned"
 
 

@@ -22,6 +22,8 @@ from .dropout_checks import check_probability
 from .jvp import attend_with_tangents, has_tangents
 from .profiling import BACKWARD, event_of_call
 
+_MOST_BACKWARDS = 16
+"""Bound backwards of one prepared call. Those of further strides are bound each time."""
 _is_within_transform = torch._C._are_functorch_transforms_active
 modes_on = torch._C._len_torch_dispatch_stack
 """Returns the number of dispatch modes that are on."""
@@ -255,7 +257,8 @@ def _bound_gradients(bound: BoundCall, tensors: Tensors, results: Backward) -> C
     if run is None:
         call = bound.form.call(tensors)
         run = bound.backend.bound_backward(bound.lowered, call, results)
-        bound.backwards[key] = run
+        if len(bound.backwards) < _MOST_BACKWARDS:
+            bound.backwards[key] = run
     return run(tensors, results)
 
 

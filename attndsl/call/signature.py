@@ -35,6 +35,8 @@ _PARTS = frozenset(
 )
 """Options of calls that are parts of larger ones."""
 _KIND, _VALUE = InKey.KIND, InKey.VALUE
+_NUMBERS = frozenset((int, float))
+_PLAIN_VALUES = frozenset((int, bool, torch.dtype, type(None)))
 _is_deterministic = torch._C._get_deterministic_algorithms
 
 
@@ -93,7 +95,7 @@ def signature_of_call(
         parts.append(q.is_cuda and torch.cuda.is_current_stream_capturing())
     if by_value:
         parts += [_value_of(options.get(name)) for name in ("q_offset", "kv_offset")]
-    if facts.any_length and plain and q.is_cpu and not _is_of_one_length(facts, k, v, options):
+    if facts.any_length and plain and q.is_cpu and not _needs_each_length(facts, k, v, options):
         return (
             ANY_LENGTH, q.shape, q.stride(), q.dtype, q.device, deterministic, k.shape[:2],
             k.shape[3], k.stride()[3], k.dtype, k.device, v.shape[:2], v.shape[3], v.stride()[3],
@@ -139,11 +141,7 @@ def _of_options(
     return parts, deterministic, plain, by_value
 
 
-_NUMBERS = frozenset((int, float))
-_PLAIN_VALUES = frozenset((int, bool, torch.dtype, type(None)))
-
-
-def _is_of_one_length(
+def _needs_each_length(
     facts: Facts, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any]
 ) -> bool:
     """Return True if something has to be looked at for each number of keys."""

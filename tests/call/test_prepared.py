@@ -64,7 +64,7 @@ def test_other_operands_are_prepared(prepared):
 
 
 def test_other_captures_are_prepared(prepared):
-    """Those of other sizes, also if the tensor is the same."""
+    """Calls of other sizes, also if the tensor is the same."""
     text = "param n: int = 4\ntensor t[n]: float\nscore = score + t[q % n]"
     attention, reference = (attndsl.compile(text, backend=x) for x in ("auto", "reference"))
     operands, table = drawn(), torch.randn(4)
@@ -164,7 +164,7 @@ def test_calls_are_prepared_anew_once_their_cache_is_emptied(prepared):
 
 
 def test_programs_go_when_nobody_holds_them():
-    """What is prepared holds no program, so that none waits for a collection of cycles."""
+    """A prepared call holds no program, so that none waits for a collection of cycles."""
     gc.disable()
     try:
         attention = attndsl.compile("kv <= q + h", name="held")

@@ -14,7 +14,7 @@ OWNER = "attndsl/foundation/caches.py"
 
 
 def others_in(text):
-    """What makes caches of other kinds: functools' decorators, and containers that are emptied."""
+    """Caches of other kinds: functools' decorators, and containers that are emptied."""
     for node in ast.walk(ast.parse(text)):
         names = [node.attr] if isinstance(node, ast.Attribute) else []
         if isinstance(node, ast.ImportFrom) and node.module == "functools":
