@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import attndsl
+from attndsl.call import autograd
 from attndsl.call import prepared as module
 from attndsl.call.dispatch import get_backend
 from attndsl.errors import ArgumentError, ProgramWarning
@@ -214,3 +216,27 @@ def test_known_calls_run_a_bound_launch(monkeypatch):
         atol=1e-5, rtol=1e-5,
     )  # fmt: skip
     assert len(found) == 2
+
+
+def test_bound_backwards_of_many_strides_are_few():
+    """Backwards of further strides run too; they are bound each time."""
+    binds, runs = [], []
+
+    def bind(lowered, call, results):
+        binds.append(results.grad_out.stride())
+        return lambda tensors, given: runs.append(given.grad_out.stride())
+
+    bound = SimpleNamespace(
+        backwards={}, form=SimpleNamespace(call=lambda tensors: None), lowered=None,
+        backend=SimpleNamespace(bound_backward=bind),
+    )  # fmt: skip
+    most = autograd._MOST_BACKWARDS
+    grads = [torch.ones(2, 4 + width)[:, :4] for width in range(most + 3)]
+    for _ in range(2):
+        for grad_out in grads:
+            results = SimpleNamespace(grad_out=grad_out, grad_lse=None, wanted=())
+            autograd._bound_gradients(bound, [], results)
+    strides = [x.stride() for x in grads]
+    assert len(bound.backwards) == most
+    assert runs == strides * 2
+    assert binds == strides + strides[most:]
