@@ -21,13 +21,7 @@ from attndsl.call.meta_call import AskedSizes
 from attndsl.call.options import Location
 from attndsl.call.sub_calls import localised
 from attndsl.config import read_config
-from attndsl.errors import (
-    ArgumentError,
-    AttnDSLError,
-    ProgramErrors,
-    UnsupportedError,
-    flatten,
-)
+from attndsl.errors import ArgumentError, AttnDSLError, ProgramErrors, UnsupportedError, flatten
 from attndsl.foundation.scalars import as_number
 from attndsl.frontend.declare import Absent, Bound, ParamSpec, TensorSpec
 from attndsl.frontend.program_imports import expand

@@ -125,9 +125,7 @@ class Attention(InGraphs, Analysis, DenseViews, Introspection, Serving):
         captures: Captures | None = None, **named: torch.Tensor | Scalar,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any
-    ) -> Any:  # fmt: skip
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> Any:
         """Attention of ``q`` over ``k`` and ``v``.
 
         Args:

@@ -9,13 +9,7 @@ from torch.nn import functional
 
 from attndsl.call.argument_checks import autocast_dtype
 from attndsl.call.dropout_seed import draw_seed
-from attndsl.errors import (
-    ArgumentError,
-    DeviceError,
-    DTypeError,
-    ShapeError,
-    UnsupportedError,
-)
+from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from attndsl.torch_api.attention_weights import dense_weights
 from attndsl.torch_api.mask_captures import capture_mask
 from attndsl.torch_api.sdpa import scaled_dot_product_attention

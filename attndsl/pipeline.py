@@ -115,10 +115,7 @@ def _of_mask(value: bool, span: Span | None) -> ProgramWarning:
 
 
 def lower(
-    source: Source,
-    declared: Mapping[str, Declared],
-    exact: bool = False,
-    variant: Variant = WHOLE,
+    source: Source, declared: Mapping[str, Declared], exact: bool = False, variant: Variant = WHOLE
 ) -> Lowered:
     """Text to the input of backends.
 

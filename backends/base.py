@@ -208,9 +208,7 @@ def _without(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> 
     return {name: None if name in tensors else x for name, x in values.items()}
 
 
-def _positions_apart(
-    plain: dict[str, Any],
-) -> tuple[Mapping[str, torch.Tensor], tuple[Any, ...]]:
+def _positions_apart(plain: dict[str, Any]) -> tuple[Mapping[str, torch.Tensor], tuple[Any, ...]]:
     """Fields behind a call's params that are tensors, and all fields without these."""
     positions = {**_tensors_among(plain)}
     part = plain["part"]

@@ -277,10 +277,7 @@ def _head(results: Mapping[str, Any]) -> str:
 
 
 def _table(
-    rows: Rows,
-    systems: Mapping[str, str],
-    kind: str,
-    last: tuple[str, Callable[[Row], str]] | None,
+    rows: Rows, systems: Mapping[str, str], kind: str, last: tuple[str, Callable[[Row], str]] | None
 ) -> str:
     head = ["row", "shape", *(f"{name}, us" for name in systems.values())]
     if kind == "device":

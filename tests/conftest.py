@@ -132,9 +132,7 @@ def kernels(request: pytest.FixtureRequest) -> Place:
     return request.param
 
 
-@pytest.fixture(
-    params=["cpu"] * INTERPRETED + [pytest.param("cuda", marks=pytest.mark.gpu)],
-)
+@pytest.fixture(params=["cpu"] * INTERPRETED + [pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Every device that kernels run on."""
     return request.param

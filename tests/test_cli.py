@@ -525,10 +525,7 @@ def test_stats_of_the_caches_of_a_process(attndsl):
     assert (
         found["backends of torch operations"][0],
         found["backends of torch operations"][-1],
-    ) == (
-        "few",
-        "backends",
-    )
+    ) == ("few", "backends")
 
 
 def test_stats_of_a_program_with_errors(attndsl):

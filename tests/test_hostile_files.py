@@ -19,11 +19,7 @@ from attndsl.errors import ConfigError, visible
 from attndsl.foundation import bounded_io
 
 SECONDS = 1.0
-NAMED = {
-    "json": "{{{}}}",
-    "yaml": "{{{}}}",
-    "toml": "{}",
-}
+NAMED = {"json": "{{{}}}", "yaml": "{{{}}}", "toml": "{}"}
 
 
 @pytest.fixture

@@ -14,13 +14,7 @@ import attndsl
 from attndsl.backends.base import Call
 from attndsl.backends.tiled.tile_kinds import tile_kinds
 from attndsl.call.options import Location
-from attndsl.errors import (
-    ArgumentError,
-    AttnDSLError,
-    DTypeError,
-    ShapeError,
-    UnsupportedError,
-)
+from attndsl.errors import ArgumentError, AttnDSLError, DTypeError, ShapeError, UnsupportedError
 from attndsl.picture import highlighted, picture_data, png, svg, text, write
 from attndsl.source import shorten
 

@@ -332,11 +332,7 @@ SAMPLES = [
         {},
         lambda s: (s - 0.1 * (ROWS - KEYS), True),
     ),
-    (
-        "param c: float = 2; t = score / c; c * tanh(t)",
-        {},
-        lambda s: (2 * (s / 2).tanh(), True),
-    ),
+    ("param c: float = 2; t = score / c; c * tanh(t)", {}, lambda s: (2 * (s / 2).tanh(), True)),
     ("score = where(kv != 2, score, -inf)", {}, lambda s: (s, KEYS != 2)),
     ("def causal() = score > -0.7\ncausal()", {}, lambda s: (s, s > -0.7)),
 ]

@@ -81,7 +81,7 @@ def _filled(line: str, first: int, rest: int) -> str:
 def written(text: str) -> str:
     """``text`` of attention.py with what follows from the table."""
     begin = text.index("    @overload\n")
-    end = text.index(f"    def __call__(\n        {_ROWS}, **given")
+    end = text.index(f"    def __call__({_ROWS}, **given")
     text = text[:begin] + overloads() + "\n" + text[end:]
     begin = text.index(_LAST_ROW) + len(_LAST_ROW)
     end = text.index("            captures: The program's tensors", begin)

@@ -184,8 +184,7 @@ def check_backend(name: str, target: str) -> None:
     """
     if name != "auto" and name not in GENERATED:
         raise BackendError(
-            f"the {name} backend compiles no kernels",
-            hint=f"use auto, {', '.join(GENERATED)}",
+            f"the {name} backend compiles no kernels", hint=f"use auto, {', '.join(GENERATED)}"
         )
     if name == "hopper" and target != HOPPER:
         raise BackendError(

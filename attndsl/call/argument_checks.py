@@ -158,8 +158,7 @@ def check_is_writable(name: str, x: torch.Tensor) -> None:
     """Refuse tensors of which several elements are one, where results are to be written."""
     if any(step == 0 and n > 1 for n, step in zip(x.shape, x.stride(), strict=True)):
         raise ArgumentError(
-            f"{name} is expanded: several of its elements are one",
-            hint=f"pass {name}.contiguous()",
+            f"{name} is expanded: several of its elements are one", hint=f"pass {name}.contiguous()"
         )
 
 
@@ -217,8 +216,7 @@ def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def joined(
-    captures: Mapping[str, torch.Tensor | Scalar] | None,
-    named: Mapping[str, torch.Tensor | Scalar],
+    captures: Mapping[str, torch.Tensor | Scalar] | None, named: Mapping[str, torch.Tensor | Scalar]
 ) -> Mapping[str, torch.Tensor | Scalar]:
     """The captures of one call, given at once and by keywords.
 

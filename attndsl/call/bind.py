@@ -222,8 +222,7 @@ def _check_index(name: str, index: torch.Tensor | None, length: int, device: tor
         raise DTypeError(f"{name} is no int tensor", hint=f"pass ({length},) ints")
     if tuple(index.shape) != (length,):
         raise ShapeError(
-            f"{name} has shape {tuple(index.shape)}",
-            hint=f"it has one position a row: ({length},)",
+            f"{name} has shape {tuple(index.shape)}", hint=f"it has one position a row: ({length},)"
         )
     if index.device != device:
         raise DeviceError(f"{name} is on {index.device}", hint=f"{name}.to(q.device)")

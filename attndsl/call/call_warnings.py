@@ -49,7 +49,7 @@ def _level() -> int:
 
 def doubts_of_call(
     program: Program, call: Call, said: Mapping[str, object]
-) -> Iterator[ProgramWarning]:  # fmt: skip
+) -> Iterator[ProgramWarning]:
     """Warnings about arguments that are probably unintended.
 
     Args:

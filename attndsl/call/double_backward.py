@@ -111,6 +111,4 @@ class _FirstGradients(torch.autograd.Function):
             for place, part in zip(places, parts, strict=True)
         }
         count = len(input_needs)
-        return (
-            *[None] * 5, found.get(count), found.get(count + 1), *map(found.get, range(count)),
-        )  # fmt: skip
+        return (*[None] * 5, found.get(count), found.get(count + 1), *map(found.get, range(count)))

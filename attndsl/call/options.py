@@ -142,6 +142,5 @@ def call_signature() -> inspect.Signature:
         "named", inspect.Parameter.VAR_KEYWORD, annotation="torch.Tensor | Scalar"
     )
     return inspect.Signature(
-        [inspect.Parameter("self", place), *rows, *options, captures, named],
-        return_annotation=Any,
+        [inspect.Parameter("self", place), *rows, *options, captures, named], return_annotation=Any
     )

@@ -163,9 +163,9 @@ def check_values(
     """
     call = check_params(program, call, needs)
     # Most calls have no positions of their own, and a part of a microsecond counts.
-    if (
-        call.q_index is not None or type(call.q_offset) is not int or call.q_offset
-    ) and not (marks and call.q_index is None and _is_of_entries(call.q_offset)):  # fmt: skip
+    if (call.q_index is not None or type(call.q_offset) is not int or call.q_offset) and not (
+        marks and call.q_index is None and _is_of_entries(call.q_offset)
+    ):
         _check_positions("q", call.q.shape[2], call.q_offset, call.q_index)
     if call.kv_index is not None or type(call.kv_offset) is not int or call.kv_offset:
         _check_positions("kv", call.k.shape[2], call.kv_offset, call.kv_index)

@@ -297,8 +297,7 @@ def build(
         list[str], typer.Option(metavar="N/N", help="Heads/key heads; 8/8 and 8/2 if not given.")
     ] = [],  # noqa: B006
     lengths: Annotated[
-        list[str],
-        typer.Option(metavar="N, NxN", help="Rows x keys; 1024 and 1007 if not given."),
+        list[str], typer.Option(metavar="N, NxN", help="Rows x keys; 1024 and 1007 if not given.")
     ] = [],  # noqa: B006
     positions: Annotated[
         list[str],

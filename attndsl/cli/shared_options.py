@@ -90,8 +90,7 @@ File = Annotated[
 ]
 Rows = Annotated[int | None, typer.Option(min=1, help="256 by default; 1 with --decode.")]
 Decode = Annotated[
-    bool,
-    typer.Option("--decode", help="The rows are the last ones of a cache with kv_len keys."),
+    bool, typer.Option("--decode", help="The rows are the last ones of a cache with kv_len keys.")
 ]
 Lengths = Annotated[
     str | None,
@@ -131,12 +130,10 @@ Dims = Annotated[
     ),
 ]
 DType = Annotated[
-    str,
-    typer.Option(help="fp16, bf16, fp32 or fp64.", autocompletion=_among(*DTYPES)),
+    str, typer.Option(help="fp16, bf16, fp32 or fp64.", autocompletion=_among(*DTYPES))
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Backend = Annotated[
-    str,
-    typer.Option(help="auto, or a name that doctor lists.", autocompletion=_among(*BACKENDS)),
+    str, typer.Option(help="auto, or a name that doctor lists.", autocompletion=_among(*BACKENDS))
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

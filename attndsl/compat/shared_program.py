@@ -87,9 +87,7 @@ def packed_rows(
     return VisibleKeys(first, end, aligned, entry)
 
 
-def check_within(
-    name: str, values: torch.Tensor, greatest: int, told: str, *sizes: int
-) -> None:  # fmt: skip
+def check_within(name: str, values: torch.Tensor, greatest: int, told: str, *sizes: int) -> None:
     """Refuse ints outside of 0 to ``greatest``. Graphs of ``torch.compile`` do not look.
 
     See :func:`attndsl.call.value_checks.check_range`.

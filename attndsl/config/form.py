@@ -79,9 +79,7 @@ def read_right_entries(
     items = document.items(place.value)
     if items is None:
         raise ConfigError(
-            f"{where} holds no mapping",
-            document.span(place.value),
-            "write 'name: program' entries",
+            f"{where} holds no mapping", document.span(place.value), "write 'name: program' entries"
         )
     _refuse_one_program(document, items, where)
     check_counts(len(items), 0, where)

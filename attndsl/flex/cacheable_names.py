@@ -30,9 +30,7 @@ PLAIN = frozenset(
 NUMBERS = frozenset({int, float, numpy.float64})
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
-_MODULES = (
-    torch, torch.nn, torch.nn.functional, torch.special, math, operator, functools, numpy,
-)  # fmt: skip
+_MODULES = (torch, torch.nn, torch.nn.functional, torch.special, math, operator, functools, numpy)
 _ROOTS = frozenset(module.__name__.partition(".")[0] for module in _MODULES)
 _MADE = (
     "arange", "as_tensor", "eye", "full", "linspace", "logspace", "ones", "scalar_tensor", "tensor",

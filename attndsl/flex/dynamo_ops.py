@@ -40,12 +40,7 @@ other tensors, and the operator's options. It returns output, log-sum-exp and la
 
 
 def _decompose(
-    attend: Attend,
-    graph: Any,
-    *operands: Any,
-    parts: tuple[str, ...],
-    others: int,
-    **options: Any,
+    attend: Attend, graph: Any, *operands: Any, parts: tuple[str, ...], others: int, **options: Any
 ) -> tuple[Any, ...]:
     """Make the call that a graph of both functions stands for, and stand-ins for its results."""
     holders = [item for item in graph.graph.nodes if item.op == "placeholder"]

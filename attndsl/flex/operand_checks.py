@@ -25,10 +25,7 @@ _TORCH_OPTIONS = frozenset(
 
 
 def same_batch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_mask: TorchBlockMask | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: TorchBlockMask | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Key and value of one batch entry for a batch of queries, as torch has it."""
     tensors = (query, key, value)

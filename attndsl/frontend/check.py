@@ -33,7 +33,7 @@ from .declare import (
     span_of,
     type_of,
     unusable,
-)  # fmt: skip
+)
 from .expressions import Inliner, Scope
 from .keyword_arguments import refuse_keywords
 from .legacy_calls import modern

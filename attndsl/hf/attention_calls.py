@@ -152,8 +152,7 @@ def check_options(
         )
     if query.dim() != 4:
         raise UnsupportedError(
-            f"the model's queries have {query.dim()} dims",
-            hint=_instead(module),
+            f"the model's queries have {query.dim()} dims", hint=_instead(module)
         )
     config = getattr(module, "config", None)
     if own is None or not (own.reads_positions or own.reads_lengths) or config is None:

@@ -161,10 +161,7 @@ def _random(
 
 
 def _extent(
-    decl: TensorDecl,
-    dim: int,
-    sizes: Mapping[str, int],
-    params: Mapping[str, bool | int | float],
+    decl: TensorDecl, dim: int, sizes: Mapping[str, int], params: Mapping[str, bool | int | float]
 ) -> int:
     try:
         extent = evaluate(decl.dims[dim], Environment({**params, **sizes}))

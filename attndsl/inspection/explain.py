@@ -181,11 +181,7 @@ def _describe(root: Node) -> str:
 
 
 def _cost(
-    lowered: Lowered,
-    call: Call,
-    blocks: tuple[int, int],
-    tiles: TileCounts | None,
-    refusal: str,
+    lowered: Lowered, call: Call, blocks: tuple[int, int], tiles: TileCounts | None, refusal: str
 ) -> list[str]:
     """Lines on live tiles at these lengths and their cost, or the reason why these are unknown.
 

@@ -107,9 +107,7 @@ def find_reach(lowered: Lowered, call: Call, block_m: int, block_n: int) -> Reac
         else:
             starts, stops, work = _of_tiles(lowered, call, block_m, block_n)
     count = outer[0] * outer[1]
-    return Reach(
-        starts, stops, work, count, call.q.shape[2], call.k.shape[2], block_m, block_n
-    )  # fmt: skip
+    return Reach(starts, stops, work, count, call.q.shape[2], call.k.shape[2], block_m, block_n)
 
 
 def _of_segments(

@@ -136,9 +136,7 @@ def _names(
     program: Program, request: RetentionQuery, captures: Mapping[str, torch.Tensor | Scalar]
 ) -> dict[str, Any]:
     """Values of params and sizes, as far as they are known."""
-    known: dict[str, Any] = {
-        "b": request.b, "heads": request.heads, "kv_heads": request.kv_heads,
-    }  # fmt: skip
+    known: dict[str, Any] = {"b": request.b, "heads": request.heads, "kv_heads": request.kv_heads}
     for decl in program.params:
         value = captures.get(decl.name, decl.default)
         if value is not None:

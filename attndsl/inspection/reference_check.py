@@ -470,9 +470,7 @@ def _sizes(case: Case) -> dict[str, float]:
         return {"out": v, "lse": 1.0, "captures": 1.0}
     grad = _root_mean_square(case.grad_out)
     score = grad * v + (0.0 if case.grad_lse is None else _root_mean_square(case.grad_lse))
-    return {
-        "out": v, "lse": 1.0, "dq": score * k, "dk": score * q, "dv": grad, "captures": score
-    }  # fmt: skip
+    return {"out": v, "lse": 1.0, "dq": score * k, "dk": score * q, "dv": grad, "captures": score}
 
 
 def _root_mean_square(x: torch.Tensor) -> float:

@@ -87,9 +87,7 @@ def swap(
     Returns:
         By rank and tensor: (B, heads, rows, width).
     """
-    cut = [
-        [_cut(x, *parcel, table.group) for x in tensors] for parcel in parcels
-    ]  # fmt: skip
+    cut = [[_cut(x, *parcel, table.group) for x in tensors] for parcel in parcels]
     sent = [[x.reshape(-1) for x in pieces] for pieces in cut]
     sent[table.rank] = []
     there = [0 if rank == table.rank else rows for rank, rows in enumerate(arriving)]

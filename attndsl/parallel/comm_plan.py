@@ -162,9 +162,8 @@ class Figures:
 def groups_for(ranks: int, heads: int, kv_heads: int) -> tuple[int, ...]:
     """The sizes of groups whose ranks can have whole heads of their own."""
     return tuple(
-        n for n in range(1, ranks + 1)
-        if ranks % n == 0 and heads % n == 0 and kv_heads % n == 0
-    )  # fmt: skip
+        n for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0 and kv_heads % n == 0
+    )
 
 
 def table_of(
@@ -288,9 +287,7 @@ def _pieces_within(
     return tuple(found)
 
 
-def _reads(
-    layout: Layout, demand: Demand, rank: int, group: int
-) -> tuple[tuple[Run, ...], ...]:  # fmt: skip
+def _reads(layout: Layout, demand: Demand, rank: int, group: int) -> tuple[tuple[Run, ...], ...]:
     """Positions of each rank's keys that ``rank`` reads."""
     mine = rank // group
     needs = needs_of(demand, layout.owner // group).of(mine, mine + 1)
@@ -365,9 +362,7 @@ def _within(wanted: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(found)
 
 
-def figures_of(
-    layout: Layout, demand: Demand, group: int, costs: Costs, latency: float
-) -> Figures:  # fmt: skip
+def figures_of(layout: Layout, demand: Demand, group: int, costs: Costs, latency: float) -> Figures:
     """Work and traffic of all ranks for one program."""
     ranks, length, owner = layout.ranks, layout.length, layout.owner
     everyone, groups = np.arange(ranks), ranks // group

@@ -248,9 +248,7 @@ class ContextParallel:
     def shard(
         self, values: Mapping[str, Any], dims: Mapping[str, int], programs: Any = (), **sizes: Any
     ) -> dict[str, Any]: ...
-    def shard(
-        self, values: Any, dims: Any = 1, programs: Any = (), **sizes: Any
-    ) -> Any:  # fmt: skip
+    def shard(self, values: Any, dims: Any = 1, programs: Any = (), **sizes: Any) -> Any:
         """This rank's rows of ``values``, whole tensors that all ranks have.
 
         Shift labels before: the next token of a rank's last row may be another rank's.

@@ -268,7 +268,7 @@ def _waits(part: RowRun) -> bool:
 
 def _no_rows(
     job: ShardedJob, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """Results without rows, which have gradients all the same: other ranks wait for these."""
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
     zero = q.sum(dtype=kind) + k.sum(dtype=kind) + v.sum(dtype=kind)
@@ -331,9 +331,7 @@ def _gradients(
         _added(job, name, x, some) if want else None
         for name, x, some, want in zip(job.names, captured, learned, wanted[3:], strict=True)
     ]
-    return [
-        _moved(from_heads, grad_q, job), back[0].to(k.dtype), back[1].to(v.dtype), *captures
-    ]  # fmt: skip
+    return [_moved(from_heads, grad_q, job), back[0].to(k.dtype), back[1].to(v.dtype), *captures]
 
 
 def _added_where_made(
@@ -431,7 +429,7 @@ def _backward_options(job: ShardedJob, part: RowRun) -> dict[str, Any]:
 
 def _added(
     job: ShardedJob, name: str, x: torch.Tensor, grads: Sequence[torch.Tensor]
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """A capture's gradient, from those of the parts in their order."""
     if not grads:
         return torch.zeros_like(x)

@@ -146,7 +146,7 @@ class Sight(NamedTuple):
 
 def sight_key(
     program: ShardedProgram, chunk: int, shape: Shape, captures: Mapping[str, Any]
-) -> object:  # fmt: skip
+) -> object:
     """Key that tells sights of one length apart: the mask, its captures, and sizes that matter."""
     numbers = dict(numbers_of(program, captures))
     read = tuple(

@@ -110,9 +110,7 @@ def attend_shards(
     shards = shards_of(q, k, v)
     # Each process takes part in all redistributions, whatever its part is.
     own = _local(q, shards.q)
-    keys, values = (
-        _local(_placed(x, shards.kv), shards.of_gradient(shards.kv)) for x in (k, v)
-    )  # fmt: skip
+    keys, values = (_local(_placed(x, shards.kv), shards.of_gradient(shards.kv)) for x in (k, v))
     given = {name: _replicated(name, x, shards) for name, x in captures.items()
              if name not in {decl.name for decl in program.tensors}}  # fmt: skip
     for decl in program.tensors:

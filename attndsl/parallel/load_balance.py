@@ -151,9 +151,9 @@ class _Swaps:
         if not len(out) or not len(into):
             return False
         (less, more), (less_there, more_there) = (
-            self._changes(rank, gone, come) for rank, gone, come in
-            ((slow, out, into), (other, into, out))
-        )  # fmt: skip
+            self._changes(rank, gone, come)
+            for rank, gone, come in ((slow, out, into), (other, into, out))
+        )
         after = np.maximum(
             self.cost[slow] - less[:, None] + more[None, :],
             self.cost[other] - less_there[None, :] + more_there[:, None],

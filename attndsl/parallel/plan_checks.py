@@ -53,8 +53,7 @@ def length_of(given: object, ranks: int) -> int:
     length = as_int(given)
     if length is None or length < ranks:
         raise ArgumentError(
-            f"the sequence has {given!r} rows for {ranks} ranks",
-            hint="each rank holds one or more",
+            f"the sequence has {given!r} rows for {ranks} ranks", hint="each rank holds one or more"
         )
     return length
 
@@ -85,8 +84,7 @@ def seed_of(given: object) -> int | None:
     seed = as_int(given)
     if given is not None and seed is None:
         raise ArgumentError(
-            f"seed is a {type(given).__name__}",
-            hint="pass a whole number, the same on all ranks",
+            f"seed is a {type(given).__name__}", hint="pass a whole number, the same on all ranks"
         )
     return seed
 

@@ -71,9 +71,7 @@ class Demand:
         return np.minimum(stop * self.grain, self.length) - start * self.grain
 
 
-def demand_from(
-    reach: Reach, chunk: int, tile: float, key: float, weight: float = 1.0
-) -> Demand:  # fmt: skip
+def demand_from(reach: Reach, chunk: int, tile: float, key: float, weight: float = 1.0) -> Demand:
     """The demand of a program whose rows see ``reach``.
 
     Args:
@@ -109,9 +107,7 @@ def union(reader: Ints, start: Ints, stop: Ints) -> Spans:
     return Spans(reader[first], start[first], far[np.roll(first, -1)])
 
 
-def meetings(
-    one: tuple[Ints, Ints], other: tuple[Ints, Ints]
-) -> tuple[Ints, Ints, Ints, Ints]:  # fmt: skip
+def meetings(one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> tuple[Ints, Ints, Ints, Ints]:
     """Intersections of ranges: for each the number of either range, start, and stop.
 
     Args:

@@ -240,10 +240,7 @@ RULES: dict[Op, Callable[[Node, Node], tuple[Node, ...]]] = {
     Op.SUB: lambda item, g: (g, _neg(g)),
     Op.MUL: lambda item, g: (_mul(g, item.args[1]), _mul(g, item.args[0])),
     Op.NEG: lambda item, g: (_neg(g),),
-    Op.DIV: lambda item, g: (
-        _div(g, item.args[1]),
-        _neg(_div(_mul(g, item), item.args[1])),
-    ),
+    Op.DIV: lambda item, g: (_div(g, item.args[1]), _neg(_div(_mul(g, item), item.args[1]))),
     Op.FLOORDIV: _flat,
     Op.MOD: _rest,
     Op.POW: _power,

@@ -126,9 +126,7 @@ def _row_apart(program: Program) -> tuple[Program, Node | None]:
 
 
 def _split(
-    item: Node,
-    parts: Mapping[Node, tuple[Node | None, Node | None]],
-    of_rows: Set[Node],
+    item: Node, parts: Mapping[Node, tuple[Node | None, Node | None]], of_rows: Set[Node]
 ) -> tuple[Node | None, Node | None]:
     """The rest of a sum without the part of rows, and that part; None for zeros."""
     operands = [parts.get(arg, (arg, None)) for arg in item.args]

@@ -12,17 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from attndsl.ir import (
-    COMPARISONS,
-    DType,
-    Node,
-    Op,
-    Program,
-    const,
-    node,
-    rebuild,
-    toposort,
-)
+from attndsl.ir import COMPARISONS, DType, Node, Op, Program, const, node, rebuild, toposort
 
 from .differentiate import Derivative, ParamGradient, ProductGradient, TensorGradient
 from .evaluate import apply

@@ -92,9 +92,7 @@ class _Lines:
         Raises:
             TypeMismatchError: As :func:`split_mask`.
         """
-        memos: tuple[dict[Node, Any], ...] = (
-            self._simple, self._reads, self._parts, self._whole,
-        )  # fmt: skip
+        memos: tuple[dict[Node, Any], ...] = (self._simple, self._reads, self._parts, self._whole)
         sizes = [len(memo) for memo in memos]
         root = simplify_node(self._opened(line.value), self._simple)
         if self.alive and not _always_reads(root, self._reads):

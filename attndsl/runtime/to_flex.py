@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-_PLACES = (
-    "q_offset", "kv_offset", "q_index", "kv_index", "h_offset", "b_offset", "kv_lengths"
-)  # fmt: skip
+_PLACES = ("q_offset", "kv_offset", "q_index", "kv_index", "h_offset", "b_offset", "kv_lengths")
 FLEX_OPTIONS = (*_PLACES, "whole_sizes", "device", "kv_heads", "head_dim")
 """Options of a call beside its sizes and captures."""
 _PAIR = ("b", "h", "q_idx", "kv_idx")

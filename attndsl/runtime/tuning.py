@@ -79,10 +79,7 @@ class Tuning:
 
 
 def tune(
-    backend: Backend,
-    lowered: Lowered,
-    call: Call,
-    progress: Callable[[str], None] | None = None,
+    backend: Backend, lowered: Lowered, call: Call, progress: Callable[[str], None] | None = None
 ) -> Tuning:
     """Measure every config of every kernel that ``call`` needs, and choose the fastest.
 

@@ -132,7 +132,7 @@ class PreparedStep(NamedTuple):
             tensors={d.name: captures[d.name] for d in program.tensors},  # type: ignore[misc]
             params={d.name: captures.get(d.name, d.default) for d in program.params},  # type: ignore[arg-type]
             part=part,
-        )  # fmt: skip
+        )
         return check_params(program, call, self.needs) if program.params else call
 
 
@@ -248,7 +248,5 @@ def signature_of_requests(
 def kind_of_capture(value: object) -> object:
     """Key of a capture or a scale in a signature: its type, and a tensor's layout and dtype."""
     if isinstance(value, torch.Tensor):
-        return (
-            type(value), value.shape, value.stride(), value.dtype, value.device, value.is_neg()
-        )  # fmt: skip
+        return (type(value), value.shape, value.stride(), value.dtype, value.device, value.is_neg())
     return type(value)

@@ -60,8 +60,7 @@ def composed(text: str, window: tuple[int, int]) -> Program:
     names = [*(x.name for x in found.params), *(x.name for x in found.tensors)]
     if names:
         raise ArgumentError(
-            f"the program captures {', '.join(names)}",
-            hint="write its numbers in the text",
+            f"the program captures {', '.join(names)}", hint="write its numbers in the text"
         )
     return join(own, given, prefixes=[_PREFIX, ""])
 

@@ -85,10 +85,7 @@ def philox4x32(
 
 
 def kept(
-    seed: int | torch.Tensor,
-    p: torch.Tensor,
-    shape: Sequence[int],
-    first_row: int = 0,
+    seed: int | torch.Tensor, p: torch.Tensor, shape: Sequence[int], first_row: int = 0
 ) -> torch.Tensor:
     """Kept pairs of a call: bool of ``shape``, (batch, heads, q_len, kv_len).
 
@@ -105,11 +102,7 @@ def kept(
 
 
 def kept_at(
-    seed: int | torch.Tensor,
-    p: torch.Tensor,
-    numbers: torch.Tensor,
-    rows: Rows,
-    columns: Rows,
+    seed: int | torch.Tensor, p: torch.Tensor, numbers: torch.Tensor, rows: Rows, columns: Rows
 ) -> torch.Tensor:
     """Kept pairs of some rows and keys.
 

@@ -38,15 +38,7 @@ from ..memory_order import arranged, arranged_like, memory_order, wide_dtype
 from .adjoints import adjoints
 from .interpret import LeafValues, check_lookups, evaluate, gated, sides_of
 from .nan_checks import Watched, check_gradient, check_results
-from .row_blocks import (  # fmt: skip
-    Dense,
-    attend_pairs,
-    dense_pairs,
-    group,
-    live_product,
-    live_to_part,
-    ungroup,
-)
+from .row_blocks import Dense, attend_pairs, dense_pairs, group, live_product, live_to_part, ungroup
 from .row_lookups import add_elements, add_rows, gradients_of_rows, rows_at
 
 if TYPE_CHECKING:

@@ -160,13 +160,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    matrix,
-    first,
-    length,
-    tile,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
+    matrix, first, length, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr
 ):
     """Store ``tile`` into rows ``first ... first + BLOCK`` of a matrix (length, WIDTH)."""
     rows = tl.arange(0, BLOCK)

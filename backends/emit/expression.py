@@ -69,11 +69,7 @@ _CALLS = {
     Op.GELU: "gelu",
     Op.SOFTPLUS: "softplus",
 }
-_OF_SMALL_ANGLES = {
-    Op.SIN: "sin_cody_waite",
-    Op.COS: "cos_cody_waite",
-    Op.TAN: "tan_cody_waite",
-}
+_OF_SMALL_ANGLES = {Op.SIN: "sin_cody_waite", Op.COS: "cos_cody_waite", Op.TAN: "tan_cody_waite"}
 _FLOAT_TWO = {Op.FLOORDIV: "float_floordiv", Op.MOD: "float_mod"}
 
 

@@ -33,12 +33,7 @@ _ROW = "row = (head.b * given.list_step_b + head.h * given.list_step_h + tile).t
 
 
 def print_loop(
-    name: str,
-    along: str,
-    loop: LoopPlan,
-    param_values: list[str],
-    names: LeafNames,
-    parts: int = 1,
+    name: str, along: str, loop: LoopPlan, param_values: list[str], names: LeafNames, parts: int = 1
 ) -> tuple[list[str], set[str]]:
     """``NAME_visits`` (how many tiles) and ``NAME_tile`` (the n-th FULL or PARTIAL one).
 
@@ -148,11 +143,7 @@ def _steps(span: Node, step: int) -> Node:
 
 
 def print_visited(
-    name: str,
-    along: str,
-    loop: LoopPlan,
-    param_values: list[str],
-    names: LeafNames,
+    name: str, along: str, loop: LoopPlan, param_values: list[str], names: LeafNames
 ) -> tuple[str, set[str]]:
     """``NAME_have``: whether tile number ``found`` is one of those of a plan's segments.
 

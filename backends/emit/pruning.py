@@ -294,10 +294,7 @@ class Pruning:
         return start, end
 
     def _collect_arguments(
-        self,
-        node: ast.AST,
-        stays: list[ast.expr | ast.keyword],
-        edits: list[tuple[int, int, str]],
+        self, node: ast.AST, stays: list[ast.expr | ast.keyword], edits: list[tuple[int, int, str]]
     ) -> None:
         """Note a call's arguments again, of which some stay."""
         whole = node.elts[1] if isinstance(node, ast.Tuple) else node

@@ -64,7 +64,7 @@ class GeneratedBackend(Backend):
 
     def __init__(
         self, name: str, families: tuple[Family, ...], store: Store, pages: Serve | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A backend of ``families``; the last one runs all calls. ``pages`` reads pages."""
         self.name = name
         self.families = families

@@ -71,9 +71,7 @@ def families_of(name: str, target: str | None = None) -> tuple[str, ...]:
     """
     if name != "auto":
         return tuple(x.name for x in FAMILIES if x.name in (name, FAMILIES[-1].name))
-    best = [
-        x for x in FAMILIES if x.target in (None, target) and why_not_loaded(x.name) is None
-    ]  # fmt: skip
+    best = [x for x in FAMILIES if x.target in (None, target) and why_not_loaded(x.name) is None]
     names = {x.name for x in best}
     return tuple(x.name for x in best if x.beside is None or x.beside in names)
 

@@ -47,7 +47,7 @@ def allocator(kind: str) -> Allocator:
 
 def _empty_strided(
     kind: str, size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     return torch.empty_strided(size, strides, dtype=dtype, device=kind)
 
 

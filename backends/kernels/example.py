@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def example_call(
-    lowered: Lowered,
-    head_dim: int,
-    value_dim: int,
-    dtype: torch.dtype,
-    captures: Mapping[str, Any],
+    lowered: Lowered, head_dim: int, value_dim: int, dtype: torch.dtype, captures: Mapping[str, Any]
 ) -> Call:
     """A small call on the CPU with the program's captures, for looking at its kernels.
 

@@ -58,11 +58,7 @@ class ListKernels:
 
 
 def find_kinds(
-    kernels: ListKernels,
-    sparsity: Sparsity,
-    facts: KernelFacts,
-    call: Call,
-    stream: int,
+    kernels: ListKernels, sparsity: Sparsity, facts: KernelFacts, call: Call, stream: int
 ) -> torch.Tensor:
     """Kinds of all tiles, int8 (batch or 1, heads or 1, q tiles, kv tiles), on the device."""
     config = kernels.executables["classify"].config
@@ -130,11 +126,7 @@ def _value(call: Call, name: str) -> Any:
 
 
 def list_arguments(
-    kernels: ListKernels,
-    sparsity: Sparsity,
-    facts: KernelFacts,
-    call: Call,
-    stream: int,
+    kernels: ListKernels, sparsity: Sparsity, facts: KernelFacts, call: Call, stream: int
 ) -> list[Any]:
     """The arguments ``LIST_PARAMETERS`` of an attention kernel (see ``loops.py``)."""
     config = kernels.executables["classify"].config
@@ -164,9 +156,4 @@ def list_arguments(
             [kinds, rows, tiles, own, own_parts, along, own_step, along_step, q_tiles * kv_tiles,
              along if ragged_full else length // block],
         )  # fmt: skip
-    return [
-        rows,
-        tiles,
-        heads * own if batch > 1 else 0,
-        own if heads > 1 else 0,
-    ]
+    return [rows, tiles, heads * own if batch > 1 else 0, own if heads > 1 else 0]

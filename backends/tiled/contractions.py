@@ -126,10 +126,7 @@ class WidenedBackend(Backend):
             ]
         if lowered.contractions.row is not None:
             lines += ["  row        dot without keys: torch operations, once a row, for lse alone"]
-        return [
-            *lines,
-            *self.kernels.describe(lowered.contractions.wide, head_dim),
-        ]
+        return [*lines, *self.kernels.describe(lowered.contractions.wide, head_dim)]
 
 
 def why_tiles(lowered: Lowered, call: Call) -> str | None:

@@ -63,9 +63,7 @@ class Expressions:
         base = self._base
         if step is not self._step:
             self._step = step
-            self._ranges = {
-                "b": step.batches, "h": step.heads, "hkv": step.heads, "q": step.rows,
-            }  # fmt: skip
+            self._ranges = {"b": step.batches, "h": step.heads, "hkv": step.heads, "q": step.rows}
             self._variables = {
                 name: _narrow(base.variables[name], _DIMS[name], place)
                 for name, place in self._ranges.items()

@@ -95,9 +95,7 @@ def kinds_by_bounds(sparsity: Sparsity, grid: Grid) -> torch.Tensor:
     return kinds
 
 
-def ends_of(
-    bounds: Bounds, grid: Grid
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:  # fmt: skip
+def ends_of(bounds: Bounds, grid: Grid) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Least and greatest values in the rows and in the columns of tiles, by the bounds' names.
 
     Returns:

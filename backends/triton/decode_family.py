@@ -130,7 +130,7 @@ def _width(layout: LaunchSpec) -> int:
 
 def tile_of(
     lowered: Lowered, call: Call, k: torch.Tensor, v: torch.Tensor
-) -> tuple[int, DecodeShape]:  # fmt: skip
+) -> tuple[int, DecodeShape]:
     """Heads of a tile, and its rows, of a call that reads ``k`` and ``v`` or pages of them."""
     members, columns = _members(lowered, call), k.shape[3] + v.shape[3]
     return members, shape_of(call.q.shape[2], members, k.element_size(), columns)

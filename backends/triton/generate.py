@@ -21,12 +21,7 @@ from attndsl.ir import (
 from attndsl.passes.distance import meets_distances_alone
 from attndsl.passes.int_ranges import POSITION_LIMIT
 
-from ..emit.device_functions import (
-    param_values,
-    parameters,
-    program_function,
-    record_of_given,
-)
+from ..emit.device_functions import param_values, parameters, program_function, record_of_given
 from ..emit.dropout_offsets import kept_function
 from ..emit.expression import print_expressions
 from ..emit.facts import block_widths

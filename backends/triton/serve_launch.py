@@ -133,7 +133,7 @@ class Serve(Portable):
             (q.stride(1), q.stride(0), width, heads * width, *_steps(pages)),
             (batch, heads, call.k.shape[1], q_len, call.k.shape[2]),
             (pages.k.shape[0], members),
-        )  # fmt: skip
+        )
 
     def serve(
         self, launch: PagesLayout, lowered: Lowered, call: Call, pages: Pages,

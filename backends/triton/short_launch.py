@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 def forward_numbers(layout: LaunchSpec, call: Call, steps: Sequence[int]) -> list[object]:
     """Behind the tensors, before what the program adds. ``steps`` are the output's strides."""
-    return [
-        *layout.strides, *steps[:3], *call_numbers(layout.sizes, call), layout.part_rows,
-    ]  # fmt: skip
+    return [*layout.strides, *steps[:3], *call_numbers(layout.sizes, call), layout.part_rows]
 
 
 def backward_numbers(
@@ -103,10 +101,8 @@ class ShortBackwardLaunch:
         self.kernel.launch_grid(
             (batch, kv_heads, 1),
             stream_of(device),
-            [
-                q, k, v, out, grad_out, dq, dk, dv, lse, dlse, delta, *self.last.now(captures),
-            ],
-        )  # fmt: skip
+            [q, k, v, out, grad_out, dq, dk, dv, lse, dlse, delta, *self.last.now(captures)],
+        )
         return CallGradients(
             dq if wanted.q else None, dk if wanted.k else None, dv if wanted.v else None
         )

@@ -206,9 +206,7 @@ BACKWARD_Q = Tiles(
         256: (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 4, 1)),
         512: (Config(32, 32, 8, 1),),
     },
-    masked={
-        64: (Config(128, 64, 4, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
-    },
+    masked={64: (Config(128, 64, 4, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2))},
     short={
         64: (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
         128: (Config(64, 64, 4, 2), Config(64, 32, 4, 3), Config(64, 64, 4, 1)),

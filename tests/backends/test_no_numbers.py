@@ -31,8 +31,7 @@ def operands(what: str, rows: int, keys: int, dtype: torch.dtype) -> list[torch.
 
 @pytest.mark.parametrize("keys", [1, 3, 7, 8, 15, 16, 17, 70])
 @pytest.mark.parametrize(
-    "what",
-    ["a row of q", "a key", "all keys", "a value", "scores of -inf", "scores of 0"],
+    "what", ["a row of q", "a key", "all keys", "a value", "scores of -inf", "scores of 0"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_results_are_those_of_the_reference(what, keys, dtype):

@@ -11,12 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import attndsl
-from attndsl.errors import (
-    ArgumentError,
-    DTypeError,
-    ShapeError,
-    UnsupportedError,
-)
+from attndsl.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 
 SUNK = "tensor t[heads]: float; param a: float; mask = causal() and q - kv < 15"
 SUNK += "; score = softcap(score, 3.0) + a * (q - kv); sink = t[h]"

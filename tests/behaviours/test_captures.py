@@ -263,10 +263,7 @@ def test_indices_of_dead_pairs_may_lie_outside(check, place):
         place,
         "tensor near[8]: float; mask = 0 <= q - kv and q - kv < 8; score = score + near[q - kv]",
         check.inputs(place, torch.float32, captures={"near": near}),
-        lambda s, e: (
-            s + e.near[(e.q - e.kv).clamp(0, 7)],
-            (e.q >= e.kv) & (e.q - e.kv < 8),
-        ),
+        lambda s, e: (s + e.near[(e.q - e.kv).clamp(0, 7)], (e.q >= e.kv) & (e.q - e.kv < 8)),
     )
 
 

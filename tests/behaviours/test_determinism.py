@@ -67,9 +67,7 @@ PATTERNS = {
         "heads, q_len, kv_len", "score + t[h, q, kv]", lambda s: (s.heads, s.q_len, s.kv_len)
     ),
     "b_q_kv": Pattern(
-        "batch, q_len, kv_len",
-        "tanh(score * t[b, q, kv])",
-        lambda s: (s.batch, s.q_len, s.kv_len),
+        "batch, q_len, kv_len", "tanh(score * t[b, q, kv])", lambda s: (s.batch, s.q_len, s.kv_len)
     ),
     "hkv_q_kv": Pattern(
         "kv_heads, q_len, kv_len",

@@ -155,8 +155,7 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    "text",
-    [SIDE, "param p: float\nscore = score + (1.0 if 1.0 / p > 0.0 else -1.0) * kv"],
+    "text", [SIDE, "param p: float\nscore = score + (1.0 if 1.0 / p > 0.0 else -1.0) * kv"]
 )
 def test_zeros_in_parallel_calls(alone: ContextParallel, text: str) -> None:
     q, k, v = _drawn(64)

@@ -7,13 +7,7 @@ import torch
 
 import attndsl
 from attndsl.call import prepared
-from attndsl.errors import (
-    ArgumentError,
-    DeviceError,
-    DTypeError,
-    ShapeError,
-    UnsupportedError,
-)
+from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 
 Q, K = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 10, 8)
 PLAIN = "causal()"

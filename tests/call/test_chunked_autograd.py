@@ -41,10 +41,7 @@ PROGRAMS = {
         "tensor rel[2 * q_len]: float; score = score * rel[q - kv + q_len] + rel[0]",
         {"rel": lambda: torch.randn(2 * LENGTH, dtype=WIDE)},
     ),
-    "sink": (
-        "tensor gain[heads]: float; mask = causal(); sink = 2 * gain[h]",
-        {"gain": _per_head},
-    ),
+    "sink": ("tensor gain[heads]: float; mask = causal(); sink = 2 * gain[h]", {"gain": _per_head}),
     # Dead rows, and slopes that are NaN or infinite at dead pairs.
     "dead": (
         "tensor gain[heads]: float; mask = kv < q - 1; "

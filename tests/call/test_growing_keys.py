@@ -57,12 +57,7 @@ def test_only_numbers_of_keys_may_differ(bound):
         attention(*others, q_offset=11)
         assert len(bound) == before + 1
     q, k, v = _operands(13)
-    for wrong in (
-        (q, k, v[:, :, :-1]),
-        (q, k[..., :-1], v),
-        (q, k[:, :1], v),
-        (q, k, v[0]),
-    ):
+    for wrong in ((q, k, v[:, :, :-1]), (q, k[..., :-1], v), (q, k[:, :1], v), (q, k, v[0])):
         with pytest.raises(ShapeError):
             attention(*wrong, q_offset=12)
     torch.testing.assert_close(

@@ -9,13 +9,7 @@ import torch
 from support.parts_of_keys import LENGTH, PROGRAMS, captures_of, operands_of, parts_of
 
 import attndsl
-from attndsl.errors import (
-    ArgumentError,
-    DeviceError,
-    DTypeError,
-    ShapeError,
-    UnsupportedError,
-)
+from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 
 
 @pytest.mark.few_when_interpreted(name=["window", "nothing", "sink of all"])

@@ -119,12 +119,7 @@ def _export(folder, name, strict):
         for lengths in LENGTHS:
             inputs = model.inputs(*lengths)
             runs.append((inputs, model(*inputs)))
-    exported = torch.export.export(
-        model,
-        runs[0][0],
-        dynamic_shapes=model.shapes,
-        strict=strict,
-    )
+    exported = torch.export.export(model, runs[0][0], dynamic_shapes=model.shapes, strict=strict)
     torch.export.save(exported, folder / f"{name}.pt2")
     torch.save(runs, folder / f"{name}.runs")
 

@@ -98,8 +98,7 @@ HERE = (
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in HERE else [pytest.mark.slow]) for name in CASES],
+    "name", [pytest.param(name, marks=[] if name in HERE else [pytest.mark.slow]) for name in CASES]
 )
 def test_other_values_compile_nothing(graphs, name):
     function, calls = CASES[name]

@@ -316,10 +316,7 @@ class Oracle:
         return value.double() if floating else value
 
     def run(
-        self,
-        errors: Errors | None = None,
-        kept: torch.Tensor | None = None,
-        backward: bool = True,
+        self, errors: Errors | None = None, kept: torch.Tensor | None = None, backward: bool = True
     ) -> Result:
         """The results, by arithmetic that errs as ``errors`` draws.
 

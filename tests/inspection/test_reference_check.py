@@ -342,10 +342,7 @@ def test_memory_grows_with_operations_and_pairs():
     q, k, v = inputs()
     needed = 8 * (2 * 4 * 24 * 24) * (5 + 6)
     assert attndsl.compare(attention, q, k, v, max_bytes=needed).ok
-    for refused in (
-        {"max_bytes": needed - 1},
-        {"max_bytes": needed, "near": 1.0},
-    ):
+    for refused in ({"max_bytes": needed - 1}, {"max_bytes": needed, "near": 1.0}):
         other = attndsl.compile(
             "param near: float; score = near * softcap(score, 20) - abs(q - kv)"
         )

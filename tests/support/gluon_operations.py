@@ -15,14 +15,7 @@ from attndsl.backends.device.library import head_of, place_of_item
 from attndsl.backends.hopper import channels
 from attndsl.backends.hopper import records as hopper_records
 
-from .gluon_machine import (
-    Addition,
-    Barriers,
-    Product,
-    Shared,
-    number,
-    unwritten,
-)
+from .gluon_machine import Addition, Barriers, Product, Shared, number, unwritten
 
 if TYPE_CHECKING:
     from .gluon_machine import Descriptor, Machine, Pointer

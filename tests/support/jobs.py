@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 HOPPER = {kernel.name: kernel for kernel in KERNELS}
 """Hopper's kernels."""
-TASKS = {
-    "forward": Task.FORWARD,
-    "backward": Task.BACKWARD,
-    "tangent": Task.FORWARD_TANGENT,
-}
+TASKS = {"forward": Task.FORWARD, "backward": Task.BACKWARD, "tangent": Task.FORWARD_TANGENT}
 """What Hopper's kernels do, by what users call it."""
 
 

@@ -9,13 +9,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from attndsl import scaled_dot_product_attention
-from attndsl.errors import (
-    ArgumentError,
-    DeviceError,
-    DTypeError,
-    ShapeError,
-    UnsupportedError,
-)
+from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 
 
 def _operands(**changes):

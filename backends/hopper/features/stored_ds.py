@@ -94,10 +94,7 @@ STORED_DS = Feature(
     _FLAG,
     has_flag(_FLAG),
     template="stored_ds",
-    stores=(
-        Buffer("slopes_desc", "", empty_ds, _block),
-        Buffer("STORED_TILES", "*i8", no_tiles),
-    ),
+    stores=(Buffer("slopes_desc", "", empty_ds, _block), Buffer("STORED_TILES", "*i8", no_tiles)),
     takes=_takes,
     collect=_collect,
 )

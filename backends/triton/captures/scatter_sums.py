@@ -278,10 +278,7 @@ def _scatter(
     capture = next(capture for capture in facts.captures if capture.name == name)
     # Strides of the buffer are its own, so no dim of it counts as having stride 1.
     place = element_offset(printer.indices(term.leaf), "gstride", name, capture.wide, frozenset())
-    lines = [
-        f"part = {part}",
-        f"exact = exact_parts(part, given.SCALES + {number})",
-    ]
+    lines = [f"part = {part}", f"exact = exact_parts(part, given.SCALES + {number})"]
     if term.along != "pair":
         # Integers are added up in any order: in the tile first, along what the index lacks.
         varies = frozenset[str]().union(*(printer.deps[index] for index in term.leaf.args))
@@ -358,7 +355,7 @@ _FOR_BOUNDS = Tiles(
         128: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
         256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
         512: (Config(32, 32, 4, 1),),
-    },
+    }
 )
 # Integers of 64 bits take registers: more threads, or smaller tiles.
 _FOR_EXACT = Tiles(
@@ -367,7 +364,7 @@ _FOR_EXACT = Tiles(
         128: (Config(64, 32, 4, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
         256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
         512: (Config(32, 32, 4, 1),),
-    },
+    }
 )
 FIND_BOUNDS = replace(
     own_kernel("scatter_bounds", "scattered", BOUNDS, _FOR_BOUNDS, _TEMPLATES), derives=False

@@ -40,14 +40,8 @@ def left_of(body: str) -> str:
 
 
 BODIES = {
-    "a branch that is taken": (
-        "if YES:\n    f(1)\nelse:\n    f(2)",
-        "f(1)",
-    ),
-    "the other one": (
-        "if NO:\n    f(1)\nelse:\n    f(2)\n    f(3)",
-        "f(2)\nf(3)",
-    ),
+    "a branch that is taken": ("if YES:\n    f(1)\nelse:\n    f(2)", "f(1)"),
+    "the other one": ("if NO:\n    f(1)\nelse:\n    f(2)\n    f(3)", "f(2)\nf(3)"),
     "none": ("if NO:\n    f(1)\nf(2)", "f(2)"),
     "nothing at all": ("if NO:\n    f(1)", "pass"),
     "chains": (
@@ -79,31 +73,19 @@ BODIES = {
         "if P:\n    pass\nelif x == 1:\n    f(1)",
     ),
     "opposites": ("if (P and YES) or (not P and YES):\n    f(1)", "f(1)"),
-    "calls are made": (
-        "if f(x) and NO:\n    f(1)",
-        "if f(x) and NO:\n    f(1)",
-    ),
+    "calls are made": ("if f(x) and NO:\n    f(1)", "if f(x) and NO:\n    f(1)"),
     "expressions": (
         "f(1 if YES else 2, (x + 1) if NO else (x + 2), [x] * (2 if YES else 1))",
         "f(1, x + 2, [x] * 2)",
     ),
-    "expressions that are left": (
-        "f(1 if P and YES else 2)",
-        "f(1 if P else 2)",
-    ),
-    "behind a return": (
-        "if YES:\n    return f(1)\nf(2)\nreturn 3",
-        "return f(1)",
-    ),
+    "expressions that are left": ("f(1 if P and YES else 2)", "f(1 if P else 2)"),
+    "behind a return": ("if YES:\n    return f(1)\nf(2)\nreturn 3", "return f(1)"),
     "comments": (
         "# Of all.\nif YES:\n    # Of one.\n    f(1)  # Beside.\n# Of none.\nif NO:\n    # Gone.\n"
         "    f(2)\n\n# Of the last.\nf(3)",
         "# Of all.\n# Of one.\nf(1)  # Beside.\n\n# Of the last.\nf(3)",
     ),
-    "lines of a call": (
-        "if YES:\n    f(\n        1,\n        2,\n    )",
-        "f(\n    1,\n    2,\n)",
-    ),
+    "lines of a call": ("if YES:\n    f(\n        1,\n        2,\n    )", "f(\n    1,\n    2,\n)"),
     "locals": (
         "y = x + 1\nz = y * 2\nw = f(x)\nfor i in range(3):\n    y = y + i\nf(y)",
         "y = x + 1\nw = f(x)\nfor i in range(3):\n    y = y + i\nf(y)",
@@ -111,14 +93,8 @@ BODIES = {
     "what is assigned again": ("y = 0\nif YES:\n    y = f(x)\nf(y)", "y = f(x)\nf(y)"),
     "what is read before": ("y = 0\nf(y)\ny = 1\nf(y)", "y = 0\nf(y)\ny = 1\nf(y)"),
     "loops of nothing": ("y = 0\nfor i in range(3):\n    y += i\nf(x)", "f(x)"),
-    "loops that are computed": (
-        "while f(x) < 3:\n    y = 1",
-        "while f(x) < 3:\n    pass",
-    ),
-    "a local of a flag's name": (
-        "NO = f(x)\nif NO:\n    f(1)",
-        "NO = f(x)\nif NO:\n    f(1)",
-    ),
+    "loops that are computed": ("while f(x) < 3:\n    y = 1", "while f(x) < 3:\n    pass"),
+    "a local of a flag's name": ("NO = f(x)\nif NO:\n    f(1)", "NO = f(x)\nif NO:\n    f(1)"),
     "constants of its own": ("WIDTH: tl.constexpr = SIZE // 2\nf(x)", "f(x)"),
 }
 

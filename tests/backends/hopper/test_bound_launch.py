@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.hopper_launches import (
-    OTHERS,
-    backend_of,
-    call_of,
-    tensors,
-    without_addresses,
-)
+from support.hopper_launches import OTHERS, backend_of, call_of, tensors, without_addresses
 
 from attndsl.backends.base import Backward, Wants
 from attndsl.backends.hopper.bound_launch import BackwardLaunch, ForwardLaunch

@@ -354,8 +354,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "cases",
-    [pytest.param(name, marks=[pytest.mark.slow] * ("more" in name)) for name in CASES],
+    "cases", [pytest.param(name, marks=[pytest.mark.slow] * ("more" in name)) for name in CASES]
 )
 def test_compiles_for_hopper(cases):
     done = run_python(SCRIPT, json.dumps(CASES[cases]), env=compiling(), limit=600)

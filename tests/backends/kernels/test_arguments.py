@@ -12,11 +12,7 @@ import attndsl
 from attndsl import errors
 from attndsl.backends.base import Wants
 from attndsl.backends.emit.facts import facts_of, with_gradients
-from attndsl.backends.kernels.arguments import (
-    call_numbers,
-    capture_arguments,
-    template_argument,
-)
+from attndsl.backends.kernels.arguments import call_numbers, capture_arguments, template_argument
 from attndsl.backends.kernels.example import example_call
 
 ATTENTION = attndsl.compile("param w: int\nmask = q - kv < w")

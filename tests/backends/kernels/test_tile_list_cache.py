@@ -78,10 +78,7 @@ CHANGES = {
     "other storage": lambda x: x.set_(torch.arange(10) + 8),
     "another size": lambda x: x.resize_(4),
     "foreach": lambda x: torch._foreach_add_([x], 2),
-    "said to have changed": lambda x: (
-        x.data.add_(1),
-        torch.autograd.graph.increment_version(x),
-    ),
+    "said to have changed": lambda x: (x.data.add_(1), torch.autograd.graph.increment_version(x)),
 }
 
 
