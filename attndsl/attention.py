@@ -183,10 +183,14 @@ class Attention(InGraphs, Analysis, DenseViews, Introspection, Serving):
             found = self._at_once((q, k, v), given) if self._in_graphs else None
             return self._not_prepared((q, k, v), given) if found is None else found
         try:
+            for launch in self._prepared.recent.each:
+                found = launch((q, k, v), given, given)
+                if found is not None:
+                    return found
             if torch.compiler.is_compiling() or type(q) not in PLAIN_TENSORS:
                 return self._not_prepared((q, k, v), given)
             prepared, arguments, first = self._prepared.of(self, q, k, v, given)
-            return prepared.run(arguments, first)
+            return prepared.run(arguments, first, self._prepared.recent)
         except (AttributeError, TypeError):
             refuse_call(self, (q, k, v), given)
             raise
@@ -306,7 +310,7 @@ class Attention(InGraphs, Analysis, DenseViews, Introspection, Serving):
         """
         with pointing_into(self._source):
             program, _, call = bound(self, (q, k, v), arguments, self._captures_of(arguments))
-            backend, lowered, call = dispatched(program, call)
+            backend, lowered, call, _ = dispatched(program, call)
         return tune(*backend.runner(lowered, call), progress)
 
     def without_sink(self) -> Attention:

@@ -36,7 +36,7 @@ from .value_checks import check_values
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from attndsl.backends.base import Backend, Call, Scalar
+    from attndsl.backends.base import Call, Scalar
     from attndsl.foundation.caches import BoundedCache
     from attndsl.inspection.tilemap import TileMap
     from attndsl.passes.broadcast import Dims
@@ -274,10 +274,6 @@ class Compiled:
         named = {n: x for n, x in given.items() if n != "captures" and n not in NAMES}
         return self._given(given.get("captures"), named)
 
-    def _dispatched(self, call: Call) -> tuple[Backend, Lowered, Call]:
-        """Choose the backend of a bound call; see :func:`.resolve.dispatched`."""
-        return dispatched(self, call)
-
     def _given(self, captures: Captures | None, named: Captures) -> dict[str, Any]:
         """The captures of a call: given at once, by keywords, or to ``compile``."""
         return {**self._defaults, **joined(captures, named)}
@@ -389,7 +385,7 @@ def bound_call(
     own, _, call = bound(attention, (q, k, v), arguments, attention._captures_of(arguments))
     with pointing_into(own._source):
         check_values(own.lowered.program, call)
-        return call, dispatched(own, call)[0].name
+        return call, dispatched(own, call).backend.name
 
 
 def located_call(

@@ -6,10 +6,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad, profiler
+from torch.autograd import profiler
 from torch.nn import functional
 
-from attndsl.backends.base import Backward, matmul_precision
+from attndsl.backends.base import Backward
 from attndsl.backends.log_sum import public_lse
 from attndsl.backends.memory_order import arranged, is_window, memory_order, rows_contiguous
 from attndsl.errors import AttnDSLError, UnsupportedError
@@ -22,18 +22,17 @@ from .dropout_checks import check_probability
 from .jvp import attend_with_tangents, has_tangents
 from .profiling import BACKWARD, event_of_call
 
-_MOST_BACKWARDS = 16
-"""Bound backwards of one prepared call. Those of further strides are bound each time."""
-_is_within_transform = torch._C._are_functorch_transforms_active
 modes_on = torch._C._len_torch_dispatch_stack
 """Returns the number of dispatch modes that are on."""
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attndsl.backends.base import Backend, BoundBackward, Call, CallGradients, Form
+    from attndsl.backends.base import Backend, Call, Form
     from attndsl.backends.dense.vjp import Tensors
     from attndsl.backends.memory_order import MemoryOrder
     from attndsl.pipeline import Lowered
+
+    Known = tuple[Backend, Lowered, Form, list[tuple[int, ...]]]
 
 
 def attend(
@@ -70,85 +69,25 @@ def attend(
         else:
             both = attend_in_chunks(lowered, call)
         return both if return_lse else both[0]
-    # torch's own gradient of a product lets what is not finite reach all of its rows.
-    own = not backend.differentiable or lowered.program.bounded
-    if own and torch.is_grad_enabled() and needs_grad(call):
+    if is_recorded(backend, lowered, call):
         form, tensors = call.flatten()
         if first:
             needs = tuple(x.requires_grad for x in tensors)
             with suppress(AttnDSLError):  # What cannot run is refused where it would.
                 backend.start(lowered, call, wants_of(needs, form.tensors, form.given))
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _apply(
-            (backend, lowered, call, form, return_lse, None), *tensors
+            (backend, lowered, call, form, return_lse), *tensors
         )
         return found
     out, lse = backend.forward(lowered, call)
     return (out, public_lse(lse)) if return_lse else out
 
 
-class BoundCall:
-    """Launches of calls that differ in elements and addresses alone, bound once.
-
-    A look-up of the launch and of its arguments takes most of the host's time of a call. What they
-    have in common is found out once (see M54 in docs/measured.md).
-    """
-
-    __slots__ = ("backend", "backwards", "form", "forward", "lowered", "precision", "strides")
-
-    def __init__(self, backend: Backend, lowered: Lowered, call: Call) -> None:
-        """See :func:`bound_call`."""
-        self.backend, self.lowered = backend, lowered
-        self.form, _ = call.flatten()
-        self.forward = backend.bound_forward(lowered, call)
-        self.precision = matmul_precision() if call.q.dtype is torch.float32 else None
-        self.backwards: dict[object, BoundBackward] = {}
-        """Bound backwards by wanted gradients, strides of the output's gradient, and presence of
-        lse's."""
-        self.strides: list[tuple[int, ...]] | None = None
-        """Strides of what a backward gets: tensors, output, log-sum-exp. The first call tells."""
-
-
-def bound_call(backend: Backend, lowered: Lowered, call: Call) -> BoundCall | None:
-    """Bind calls like ``call``; None where torch listens to it, or an address is unusual."""
-    _, tensors = call.flatten()
-    return BoundCall(backend, lowered, call) if _is_usual(tensors) else None
-
-
-def attend_bound(bound: BoundCall, tensors: Tensors, return_lse: bool) -> Any:
-    """``out`` or ``(out, lse)`` of bound calls; None for one that has to be looked at.
-
-    Args:
-        bound: What was bound.
-        tensors: q, k, v, and captures in their order.
-        return_lse: Whether lse is asked for.
-    """
-    if not _is_usual(tensors) or (
-        bound.precision is not None and bound.precision != matmul_precision()
-    ):
-        return None
-    if torch.is_grad_enabled() and True in [x.requires_grad for x in tensors]:
-        job = bound.backend, bound.lowered, None, bound.form, return_lse, bound
-        return _apply(job, *tensors)
-    out, lse = bound.forward(tensors)
-    return (out, public_lse(lse)) if return_lse else out
-
-
-def _is_usual(tensors: Tensors) -> bool:
-    """Return True if no listener of torch is on, and tensors are aligned and not lazily negated.
-
-    Listeners are profiles, modes, transforms and torch's ``context_parallel``.
-    """
-    if (
-        profiler._is_profiler_enabled or modes_on() or _is_within_transform()
-        or forward_ad._current_level >= 0 or functional.scaled_dot_product_attention is not OF_TORCH
-    ):  # fmt: skip
-        return False
-    bits = 0
-    for x in tensors:
-        if x.is_neg():
-            return False
-        bits |= x.data_ptr()
-    return not bits % ALIGNED
+def is_recorded(backend: Backend, lowered: Lowered, call: Call) -> bool:
+    """Return True if ``call`` is a node of autograd with a backward of ours."""
+    # torch's own gradient of a product lets what is not finite reach all of its rows.
+    own = not backend.differentiable or lowered.program.bounded
+    return own and torch.is_grad_enabled() and needs_grad(call)
 
 
 def without_neg(call: Call) -> Call:
@@ -187,17 +126,12 @@ class _Attend(torch.autograd.Function):
         ctx: Any, job: tuple[Any, ...], *tensors: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         # One argument and one attribute, since each costs time: see M20 in docs/measured.md.
-        backend, lowered, call, form, return_lse, bound = job
-        out, lse = backend.forward(lowered, call) if bound is None else bound.forward(tensors)
-        strides = None if bound is None else bound.strides
-        if strides is None:
-            strides = [x.stride() for x in (*tensors, out, lse)]
-            if bound is not None:
-                bound.strides = strides
+        backend, lowered, call, form, return_lse = job
+        out, lse = backend.forward(lowered, call)
         ctx.set_materialize_grads(False)
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.kept = backend, lowered, form, bound, strides
+        ctx.kept = backend, lowered, form, [x.stride() for x in (*tensors, out, lse)]
         # An output that nobody sees takes torch as long as an allocation.
         return (out, public_lse(lse)) if return_lse else out
 
@@ -205,61 +139,43 @@ class _Attend(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        if grad_out is None and grad_lse is None:
-            return (None,) * len(ctx.needs_input_grad)
-        backend, lowered, form, bound, strides = ctx.kept
-        saved = ctx.saved_tensors
-        *tensors, out, lse = saved
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        wanted = wants_of(ctx.needs_input_grad[1:], form.tensors, form.given)
-        results = Backward(out, lse, grad_out, grad_lse, wanted)
-        is_laid_out_anew = strides != [x.stride() for x in saved]
-        if (
-            bound is not None
-            and not is_laid_out_anew
-            and _is_like(bound, saved, grad_out, grad_lse)
-        ):
-            found = _bound_gradients(bound, tensors, results)
-            captures = [found.tensors.get(name) for name in form.tensors]
-            return (None, found.q, found.k, found.v, *captures)
-        refuse_vectorized(grad_out, grad_lse)
-        call = form.call(tensors)
-        if (
-            call.signature is None or is_laid_out_anew
-            or (out.data_ptr() | lse.data_ptr()) % ALIGNED or grad_out.is_neg()
-            or (grad_lse is not None and (grad_lse.is_neg() or grad_lse.data_ptr() % ALIGNED))
-        ):  # fmt: skip
-            # Hooks of saved tensors, such as torch's save_on_cpu, may lay them out anew.
-            call, results = _readable(call), settled(call, results)
-        if profiler._is_profiler_enabled:
-            with event_of_call(backend, lowered, call, BACKWARD):
-                return (None, *_gradients(backend, lowered, call, form, results))
-        return (None, *_gradients(backend, lowered, call, form, results))
+        needs = ctx.needs_input_grad[1:]
+        return (None, *gradients_of_saved(ctx.kept, needs, ctx.saved_tensors, grad_out, grad_lse))
 
 
-def _is_like(
-    bound: BoundCall, saved: Tensors, grad_out: torch.Tensor, grad_lse: torch.Tensor | None
-) -> bool:
-    """Return True if a backward is like those that are bound, and is not differentiated itself."""
-    given = (*saved, grad_out) if grad_lse is None else (*saved, grad_out, grad_lse)
-    return (
-        not torch.is_grad_enabled() and grad_out.dtype is saved[0].dtype
-        and (grad_lse is None or grad_lse.is_contiguous()) and _is_usual(given)
-        and (bound.precision is None or bound.precision == matmul_precision())
-    )  # fmt: skip
+def gradients_of_saved(
+    kept: Known, needs: tuple[bool, ...],
+    saved: Tensors, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Gradients of a call's tensors, in their order.
 
-
-def _bound_gradients(bound: BoundCall, tensors: Tensors, results: Backward) -> CallGradients:
-    """Gradients by a bound launch; the first one of its kind is bound."""
-    key = results.wanted, results.grad_out.stride(), results.grad_lse is None
-    run = bound.backwards.get(key)
-    if run is None:
-        call = bound.form.call(tensors)
-        run = bound.backend.bound_backward(bound.lowered, call, results)
-        if len(bound.backwards) < _MOST_BACKWARDS:
-            bound.backwards[key] = run
-    return run(tensors, results)
+    Args:
+        kept: Backend, program, form of the call, and strides that ``saved`` had in the forward.
+        needs: The tensors that need a gradient.
+        saved: The call's tensors, output and log-sum-exp.
+        grad_out: The output's gradient, (B, Hq, Lq, Dv); None for zeros.
+        grad_lse: That of the log-sum-exp, (B, Hq, Lq); None for zeros.
+    """
+    if grad_out is None and grad_lse is None:
+        return (None,) * len(needs)
+    backend, lowered, form, strides = kept
+    *tensors, out, lse = saved
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    results = Backward(out, lse, grad_out, grad_lse, wants_of(needs, form.tensors, form.given))
+    refuse_vectorized(grad_out, grad_lse)
+    call = form.call(tensors)
+    if (
+        call.signature is None or strides != [x.stride() for x in saved]
+        or (out.data_ptr() | lse.data_ptr()) % ALIGNED or grad_out.is_neg()
+        or (grad_lse is not None and (grad_lse.is_neg() or grad_lse.data_ptr() % ALIGNED))
+    ):  # fmt: skip
+        # Hooks of saved tensors, such as torch's save_on_cpu, may lay them out anew.
+        call, results = _readable(call), settled(call, results)
+    if profiler._is_profiler_enabled:
+        with event_of_call(backend, lowered, call, BACKWARD):
+            return _gradients(backend, lowered, call, form, results)
+    return _gradients(backend, lowered, call, form, results)
 
 
 def _readable(call: Call) -> Call:

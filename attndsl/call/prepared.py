@@ -17,13 +17,12 @@ from torch.autograd import profiler
 from attndsl.backends.base import NONE, Call, Signature
 from attndsl.backends.memory_order import rows_contiguous
 from attndsl.errors import AttnDSLError, UnsupportedError
-from attndsl.foundation.caches import BoundedCache, Reason
-from attndsl.foundation.scalars import number_key
+from attndsl.foundation.caches import BoundedCache, Reason, RecentEntries
 from attndsl.inspection.tile_search import given_tiles
 from attndsl.runtime.program_store import point_into, pointing_into
 
 from .argument_checks import autocast, scale_of
-from .autograd import attend, attend_bound, bound_call, modes_on, needs_grad
+from .autograd import attend, modes_on, needs_grad
 from .backward_call import (
     check_has_seed,
     check_results,
@@ -37,11 +36,12 @@ from .chunked_autograd import is_transformed
 from .dispatch_modes import seen_by_modes
 from .dropout_checks import check_probability
 from .dropout_seed import seed_of_call
+from .guarded_launch import guarded_launch
 from .options import IN_KEY, InKey
 from .profiling import BACKWARD, event_named
 from .resolve import bound, dispatched
 from .signature import ANY_LENGTH, PLAIN_TENSORS, signature_of_call
-from .sub_calls import gradients_of_wholes, terms_of
+from .sub_calls import gradients_of_wholes
 from .value_checks import check_values, needs_of_values
 
 if TYPE_CHECKING:
@@ -51,15 +51,20 @@ if TYPE_CHECKING:
     from attndsl.inspection.tilemap import TileMap
 
     from .attention_base import Compiled
-    from .autograd import BoundCall
     from .backward_call import Gradients, Results, WantedGradients
+    from .guarded_launch import GuardedLaunch
+    from .resolve import Dispatched
     from .signature import Facts
-    from .sub_calls import Terms
     from .value_checks import ValueChecks
 
 
 _MOST_SIGNATURES = 4096
-_NUMBERS = frozenset((bool, int, float))
+_MOST_LAUNCHES = 8
+"""Bound launches of one prepared call, such as with and without gradients, or for several values
+of a param; others find out about each call anew."""
+_MOST_RECENT = 4
+"""Launches that calls of a program try before they look up their signature. Each that does not fit
+takes 0.2 us."""
 
 
 class Arguments(NamedTuple):
@@ -82,14 +87,13 @@ class PreparedCall:
         "backend",
         "bare",
         "binds",
-        "bound",
         "declared",
         "kv_len",
+        "launches",
         "lowered",
         "marks",
         "name",
         "needs",
-        "numbers",
         "params",
         "request",
         "scale",
@@ -100,26 +104,25 @@ class PreparedCall:
     )
 
     def __init__(
-        self, program: Compiled, backend: Backend, call: Call, as_given: bool, needs: ValueChecks,
-        terms: Terms | None, fixed: bool,
+        self, program: Compiled, found: Dispatched, call: Call, as_given: bool, needs: ValueChecks,
+        fixed: bool,
     ) -> None:  # fmt: skip
         """Prepare calls like one that was bound.
 
         Args:
             program: The program of the call, in which nothing is optional.
-            backend: The backend that runs it.
+            found: The backend that runs it, and what it gets.
             call: The bound call.
             as_given: Whether q, k and v go to the backend as they are.
             needs: Treatment that values of each call need.
-            terms: Rules that put a part of a larger call into its program's terms.
             fixed: Whether the signature has the values of all options.
         """
         # Not the program itself: it keeps prepared calls, and would be part of a cycle.
         self.declared = declared = program.lowered.program
         self.name, self.request, self.source = program.name, program._request, program._source
-        self.backend, self.as_given, self.needs, self.terms = backend, as_given, needs, terms
-        self.lowered = program.lowered if terms is None else terms.lowered
-        self.marks = _marks_entries(backend, terms, call)
+        self.as_given, self.needs = as_given, needs
+        self.backend, self.lowered, _, self.terms = found
+        self.marks = _marks_entries(found)
         self.tensors = tuple(d.name for d in declared.tensors)
         self.params = tuple((d.name, d.default) for d in declared.params)
         self.scale = call.q.shape[3] ** -0.5
@@ -141,16 +144,18 @@ class PreparedCall:
             signature=Signature(program.name),
         )
         self.bare = None
-        if not (self.tensors or self.params or declared.dropout) and terms is None:
+        if not (self.tensors or self.params or declared.dropout) and self.terms is None:
             self.bare = tuple(self.template[3:])
         self.binds = (
-            backend.binds and as_given and terms is None and declared.dropout is None and fixed
+            self.backend.binds
+            and as_given
+            and self.terms is None
+            and declared.dropout is None
+            and fixed
         )
-        self.bound: BoundCall | None = None
-        """The launch of calls that differ in elements and addresses alone; none before the second
-        one."""
-        self.numbers: list[object] = []
-        """Keys of the params that it was bound with."""
+        self.launches: tuple[GuardedLaunch, ...] = ()
+        """Launches of calls that differ in elements and addresses alone; none before the second
+        call."""
 
     def call(self, given: Arguments) -> Call:
         """The checked call of these arguments, before a part is put into its program's terms.
@@ -196,29 +201,36 @@ class PreparedCall:
             part,
         )  # fmt: skip
 
-    def run(self, given: Arguments, first: bool = False) -> Any:
-        """Output, and log-sum-exp if requested; the ``first`` call prepares the backward.
+    def run(self, given: Arguments, first: bool, recent: RecentEntries[GuardedLaunch]) -> Any:
+        """Output, and log-sum-exp if requested.
+
+        Args:
+            given: The call's arguments.
+            first: Whether it is the first of its signature: the backward is prepared too.
+            recent: Launches that the program's calls try first; that of this call is put there.
 
         Raises:
             AttnDSLError: As of :meth:`attndsl.Attention.__call__`.
         """
         options = given.options
         try:
-            if self.bound is not None and (results := self._launched(given)) is not None:
-                return results
+            for launch in self.launches:
+                found = launch((given.q, given.k, given.v), options, given.captures)
+                if found is not None:
+                    if options is given.captures and not torch._C._is_any_autocast_enabled():
+                        recent.use(launch)
+                    return found
             whole = self.call(given)
             backend, call = self.backend, whole
             if modes_on():
                 backend = seen_by_modes(backend, self.request, whole)
             if self.terms is not None:
                 call = self.terms.applied(whole)
-            if self.binds and not first and self.bound is None:
-                self._bind(call, given.captures)
-            if not options:
-                return attend(backend, self.lowered, call, False, first)
             tiles, out, has_lse = map(options.get, ("tiles", "out", "return_lse"))
             if has_lse:
                 check_has_lse(self.declared)
+            if self.binds and not first and len(self.launches) < _MOST_LAUNCHES:
+                self._bind(call, given)
             if tiles is not None:
                 call = call._replace(tiles=given_tiles(self.lowered, call, tiles))
             if out is None:
@@ -228,32 +240,11 @@ class PreparedCall:
             point_into(error, self.source)
             raise
 
-    def _bind(self, call: Call, captures: Mapping[str, Any]) -> None:
-        """Bind calls like this one, if its params are numbers."""
-        if all(type(x) in _NUMBERS for x in call.params.values()):
-            self.numbers = self._numbers(captures)
-            self.bound = bound_call(self.backend, self.lowered, call)
-
-    def _numbers(self, captures: Mapping[str, Any]) -> list[object]:
-        return [number_key(captures.get(name, default)) for name, default in self.params]
-
-    def _launched(self, given: Arguments) -> Any:
-        """Results of the bound launch; None for a call of which more is to be looked at."""
-        q, k, v, options, captures = given
-        has_lse = False
-        if options:
-            if "out" in options:
-                return None
-            has_lse = bool(options.get("return_lse"))
-            if has_lse:
-                check_has_lse(self.declared)
-        if self.params and self._numbers(captures) != self.numbers:
-            return None
-        tensors: tuple[torch.Tensor, ...] = q, k, v
-        if self.tensors:
-            tensors = q, k, v, *[captures[name] for name in self.tensors]
-        assert self.bound is not None
-        return attend_bound(self.bound, tensors, has_lse)
+    def _bind(self, call: Call, given: Arguments) -> None:
+        """Bind calls like this one, if nothing else is to be done for them."""
+        launch = guarded_launch(self.backend, self.lowered, call, given.options, given.captures)
+        if launch is not None:
+            self.launches = *self.launches, launch
 
     def _into(
         self, backend: Backend, whole: Call, call: Call, out: torch.Tensor, has_lse: bool
@@ -297,7 +288,7 @@ class PreparedCall:
 class PreparedCalls:
     """The prepared calls of a program, by signature."""
 
-    __slots__ = ("_facts", "cache")
+    __slots__ = ("_facts", "cache", "recent")
 
     def __init__(self, facts: Facts) -> None:
         """Make room for calls of a program with these ``facts``."""
@@ -307,6 +298,9 @@ class PreparedCalls:
         )
         """Prepared calls; and the steps of :meth:`attndsl.Attention.serve`, by signatures of
         their own."""
+        self.recent: RecentEntries[GuardedLaunch] = RecentEntries(
+            "launches that calls try first", _MOST_RECENT, Reason.BACKENDS, Reason.KERNELS
+        )
 
     def of(
         self, program: Compiled, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -357,8 +351,7 @@ def prepare(asked: Compiled, given: Arguments) -> tuple[PreparedCall, bool]:
     operands = given.q, given.k, given.v
     with pointing_into(asked._source):
         program, captures, call = bound(asked, operands, given.options, given.captures)
-        terms = None if call.part is None else terms_of(program.lowered, call)
-        backend = dispatched(program, call)[0]
+        found = dispatched(program, call)
     doubts = []
     if program._warns:
         doubts = list(doubts_of_call(program.lowered.program, call, given.options))
@@ -367,7 +360,7 @@ def prepare(asked: Compiled, given: Arguments) -> tuple[PreparedCall, bool]:
     numbers = (given.options.get(name) for name in ("q_offset", "kv_offset", "seed"))
     needs = needs_of_values(program.lowered.program, call, captures, tuple(numbers))
     fixed = all(IN_KEY.get(name) is not InKey.KIND for name in given.options)
-    return PreparedCall(program, backend, call, as_given, needs, terms, fixed), bool(doubts)
+    return PreparedCall(program, found, call, as_given, needs, fixed), bool(doubts)
 
 
 def check_has_lse(program: Any) -> None:
@@ -383,11 +376,10 @@ def check_has_lse(program: Any) -> None:
         )
 
 
-def _marks_entries(backend: Backend, terms: Terms | None, call: Call) -> bool:
+def _marks_entries(found: Dispatched) -> bool:
     """Return True if results tell of wrong numbers; False on CPUs, where checks need no wait."""
-    if terms is None or not call.q.is_cuda:
-        return False
-    return backend.marks_entries(terms.lowered, terms.applied(call))
+    backend, lowered, call, terms = found
+    return terms is not None and call.q.is_cuda and backend.marks_entries(lowered, call)
 
 
 def _is_forward() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from .dispatch import backend_of, get_backend, tell_choice
 from .dispatch_modes import ThroughOperators
 from .optional_captures import sizes_of_operands
 from .options import NAMES, options_in
-from .sub_calls import localised
+from .sub_calls import terms_of
 from .value_checks import has_data
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from .attention_base import Compiled
+    from .sub_calls import Terms
 
 
 EXPORT = "use torch.export, whose programs serve all lengths: see docs/deployment.md"
@@ -56,16 +57,30 @@ def bound(
         return program, captures, bind(program.lowered.program, operands, captures, location, how)
 
 
-def dispatched(program: Compiled, call: Call) -> tuple[Backend, Lowered, Call]:
-    """Choose the backend of a bound call; return it with the program and the call that it gets.
+class Dispatched(NamedTuple):
+    """The backend of a bound call, with the program and the call that it gets."""
+
+    backend: Backend
+    lowered: Lowered
+    call: Call
+    terms: Terms | None
+    """Rules that put the call into these terms; None for a call that is no part."""
+
+
+def dispatched(program: Compiled, call: Call) -> Dispatched:
+    """Choose the backend of a bound call.
 
     Raises:
         AttnDSLError: It cannot run; tiles are wrong, where these are to be checked.
     """
     given = call
-    lowered, call = localised(program.lowered, call)
+    lowered, terms = program.lowered, None
+    if call.part is not None:
+        terms = terms_of(lowered, call)
+        lowered, call = terms.lowered, terms.applied(call)
     if not has_data(call.q):  # Operators know shapes, and backends values.
-        return ThroughOperators(get_backend("reference"), program._request, given), lowered, call
+        operators = ThroughOperators(get_backend("reference"), program._request, given)
+        return Dispatched(operators, lowered, call, terms)
     backend, reason = backend_of(
         lowered, program.backend, call.q.device, program._checked, call.q.dtype
     )
@@ -79,4 +94,4 @@ def dispatched(program: Compiled, call: Call) -> tuple[Backend, Lowered, Call]:
             "torch.jit.trace would record the operations of these lengths, and be wrong at others",
             hint=EXPORT,
         )
-    return backend, lowered, call
+    return Dispatched(backend, lowered, call, terms)

@@ -1,9 +1,10 @@
-"""The caches of a process: two kinds, one owner that lists and empties them.
+"""The caches of a process: three kinds, one owner that lists and empties them.
 
 A :class:`BoundedCache` keeps values by keys. :func:`memoised` keeps results of a function by its
-arguments. Both have a name, a bound and reasons for which they are emptied, and both register with
-:data:`CACHES`. Keys of numbers are made by :func:`attndsl.foundation.scalars.number_key`: a raw
-float is no key, since 0.0 equals -0.0, and 1 equals True.
+arguments. :class:`RecentEntries` are tried one after another. All have a name, a bound and reasons
+for which they are emptied, and all register with :data:`CACHES`. Keys of numbers are made by
+:func:`attndsl.foundation.scalars.number_key`: a raw float is no key, since 0.0 equals -0.0, and 1
+equals True.
 """
 
 from __future__ import annotations
@@ -210,6 +211,36 @@ class BoundedCache(Generic[Value]):
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.recent or key in self._older
+
+
+class RecentEntries(Generic[Value]):
+    """A few values that are tried one after another, the most recently used ones first."""
+
+    __slots__ = ("__weakref__", "bound", "each", "name", "reasons")
+
+    def __init__(self, name: str, bound: int, *reasons: Reason) -> None:
+        """Begin without values; the arguments are those of :class:`BoundedCache`."""
+        self.name, self.bound, self.reasons = name, bound, frozenset(reasons)
+        self.each: tuple[Value, ...] = ()
+        """The values. Two threads may lose one of each other's, which is only found later."""
+        CACHES.register(self)
+
+    def use(self, value: Value) -> None:
+        """Put ``value`` before the others."""
+        others = [x for x in self.each if x is not value]
+        self.each = value, *others[: self.bound - 1]
+
+    def invalidate(self, reason: Reason) -> None:
+        """Drop all values, if ``reason`` is one of these, or a reset."""
+        if reason is Reason.RESET or reason in self.reasons:
+            self.each = ()
+
+    def statistics(self) -> CacheStatistics:
+        """Figures as they are now; nothing is counted."""
+        return CacheStatistics(self.name, self.bound, len(self.each), 0, 0, self.reasons)
+
+    def after_fork(self) -> None:
+        """Have no lock."""
 
 
 class _Results:

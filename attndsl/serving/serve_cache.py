@@ -17,7 +17,7 @@ from attndsl.backends.memory_order import rows_contiguous
 from attndsl.backends.paged_requests import Pages
 from attndsl.call.argument_checks import scale_of
 from attndsl.call.chunked_autograd import is_transformed
-from attndsl.call.sub_calls import made_captures, narrow, terms_of, with_narrow_positions
+from attndsl.call.sub_calls import made_captures, narrow, with_narrow_positions
 from attndsl.call.value_checks import ValueChecks, check_params, dims_key, needs_of_values
 from attndsl.ir import TOKENS, size, toposort
 from attndsl.passes.int_ranges import POSITION_LIMIT
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from attndsl.backends.paged_requests import ChunkResults
     from attndsl.call.sub_calls import Terms
     from attndsl.ir import Program
-    from attndsl.pipeline import Lowered
 
     from .prefill import Chunked
     from .ragged_batch import ServeStep
@@ -147,10 +146,19 @@ def pages_of(step: ServeStep, made: tuple[tuple[str, str], ...]) -> Pages:
 
 
 def prepared_step(
-    backend: ReadsPages, lowered: Lowered, call: Call, captures: Captures, chunked: Chunked | None
-) -> PreparedStep:
-    """Prepare steps like a checked ``call``, which has the ``captures`` as they were given."""
-    terms, program = terms_of(lowered, call), lowered.written
+    backend: ReadsPages, program: Program, call: Call, captures: Captures, chunked: Chunked | None,
+    terms: Terms,
+) -> PreparedStep:  # fmt: skip
+    """Prepare steps like a checked ``call``, which has the ``captures`` as they were given.
+
+    Args:
+        backend: The backend that runs it.
+        program: The program as it was written.
+        call: The call.
+        captures: Captures by name.
+        chunked: Steps of prompts, where there may be some.
+        terms: Rules that put the call into the backend's terms.
+    """
     needs = needs_of_values(program, call, captures, ())
     positions = next((name for name, what in terms.captures if what == "token_positions"), None)
     is_bound = not (program.tensors or program.params or call.q.dtype is torch.float32)

@@ -15,6 +15,7 @@ from attndsl.call.dispatch import choose_backend
 from attndsl.call.optional_captures import dims_of_one
 from attndsl.call.options import CallOptions, Location
 from attndsl.call.prepared import check_has_lse
+from attndsl.call.resolve import dispatched
 from attndsl.call.value_checks import check_values, refuse_wrapped
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.foundation.logs import tell_once
@@ -293,7 +294,7 @@ class Serving(Compiled):
         # Such a call tells sizes. What is read are the pages.
         operands = step.stand_ins(cache.batch, most)
         call = self._call_of_run(operands, step, run, given, step.wide)
-        backend, lowered, own = self._dispatched(call)
+        backend, lowered, own, terms = dispatched(self, call)
         if not isinstance(backend, ReadsPages):
             return None
         reason = backend.why_not_pages(lowered, own, pages_of(step, ()))
@@ -301,7 +302,8 @@ class Serving(Compiled):
             tell_once(f"{self.name}: keys are gathered: {reason}")
             return None
         call = call._replace(signature=Signature(self.name))
-        return prepared_step(backend, self._lowered, call, given, chunked)
+        assert terms is not None
+        return prepared_step(backend, self._lowered.written, call, given, chunked, terms)
 
     def _attend_step(
         self, step: ServeStep, given: Captures, runs: Sequence[Run] | None
@@ -321,7 +323,7 @@ class Serving(Compiled):
             queries = q[rows_of(step, run)].transpose(1, 2)
             operands = [queries, *gathered(cache, run.requests, run.length, dtype)]
             call = self._call_of_run(operands, step, run, given, wide)
-            found: Any = attend(*self._dispatched(call), True)
+            found: Any = attend(*dispatched(self, call)[:3], True)
             store(step, run, found[0], out)
             store(step, run, found[1], lse)
         return out.to(step.out_dtype), lse

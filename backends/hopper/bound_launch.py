@@ -16,13 +16,14 @@ import torch
 from ..base import CallGradients
 from ..kernels.arguments import call_numbers
 from ..kernels.bound_calls import allocator, last_arguments, rows_of
+from ..kernels.device import stream_if_current
 from ..kernels.tile_lists import STATISTICS_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..base import Backward, Call
-    from ..kernels.bound_calls import LastArguments
+    from ..kernels.bound_calls import LastArguments, NewTensor
     from .hopper_layout import HopperLayout
     from .launch import TensorMaps
 
@@ -32,7 +33,7 @@ FLOAT_BYTES = 4
 class Launches:
     """Launch state that bound calls of one layout share."""
 
-    __slots__ = ("_counts", "_counts_of", "_index", "device", "layout", "lse", "maps", "new")
+    __slots__ = ("_counts", "_counts_of", "device", "index", "layout", "maps", "new")
 
     def __init__(
         self,
@@ -50,24 +51,15 @@ class Launches:
             device: Where the calls run.
         """
         self.layout, self.maps, self.device, self._counts_of = layout, maps, device, counts_of
-        self.new, self.lse = allocator(device.type), rows_of(layout)
-        self._index = device.index
+        self.new = allocator(device.type)
+        self.index = device.index
         self._counts: dict[int, torch.Tensor] = {}
-
-    def stream(self) -> int | None:
-        """Handle of the device's current stream; None where another device is the current one."""
-        index = self._index
-        if index is None:
-            return 0
-        if torch._C._cuda_getDevice() != index:
-            return None
-        return int(torch._C._cuda_getCurrentRawStream(index))
 
     def counter(self, stream: int) -> tuple[int, ...]:
         """Address of the memory that programs count in, or none: :mod:`..kernels.work_counters`."""
         if not self.layout.drawn:
             return ()
-        if self._index is not None and torch.cuda.is_current_stream_capturing():
+        if self.index is not None and torch._C._cuda_isCurrentStreamCapturing():
             return (self._counts_of(self.device, stream).data_ptr(),)
         counts = self._counts.get(stream)
         if counts is None:
@@ -82,17 +74,17 @@ class ForwardLaunch:
     own: Launches
     run: Callable[[int, int, Sequence[object]], None]
     last: LastArguments
+    out: NewTensor
+    lse: NewTensor
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the forward."""
         q, k, v, *captures = operands
         own, layout = self.own, self.own.layout
-        if (stream := own.stream()) is None:
+        if (stream := stream_if_current(own.index)) is None:
             with torch.cuda.device(own.device):
                 return self(operands)
-        order = layout.orders.out
-        out = own.new(order.shape, order.strides, q.dtype)
-        lse = own.new(*own.lse, torch.float32)
+        out, lse = own.new(*self.out), own.new(*self.lse)
         self.run(
             layout.programs,
             stream,
@@ -115,27 +107,25 @@ class BackwardLaunch:
     prepare_last: list[object]
     dq_of: Callable[[int, int, Sequence[object]], None]
     dq_last: list[object]
-    dtype: torch.dtype
-    """Dtype of the gradients."""
     programs: tuple[int, int]
     """Numbers of programs of the kernel before the backward and of the one after it."""
+    rows: int
+    """Rows of all heads, padded."""
+    made: tuple[NewTensor, NewTensor, NewTensor, NewTensor]
+    """Memory of row statistics and sums, dK, dV and dQ."""
 
     def __call__(self, operands: Sequence[torch.Tensor], backward: Backward) -> CallGradients:
         """Launch the backward, what comes before and what makes dQ."""
         q, k, v, *captures = operands
         own, layout = self.own, self.own.layout
-        if (stream := own.stream()) is None:
+        if (stream := stream_if_current(own.index)) is None:
             with torch.cuda.device(own.device):
                 return self(operands, backward)
         out, lse, grad_out, grad_lse, wanted = backward
-        batch, heads, padded = layout.statistics
-        rows, orders = batch * heads * padded, layout.orders
-        kind, new = self.dtype, own.new
-        memory = new((rows * (3 + layout.columns),), (1,), torch.float32)
-        dk = new(orders.k.shape, orders.k.strides, kind)
-        dv = new(orders.v.shape, orders.v.strides, kind)
-        first = memory.data_ptr()
-        shift, rest, delta, sums = (first + part * rows * FLOAT_BYTES for part in range(4))
+        of_memory, of_dk, of_dv, of_dq = self.made
+        memory, dk, dv = own.new(*of_memory), own.new(*of_dk), own.new(*of_dv)
+        first, step = memory.data_ptr(), self.rows * FLOAT_BYTES
+        shift, rest, delta, sums = first, first + step, first + 2 * step, first + 3 * step
         dlse = lse if grad_lse is None else grad_lse
         self.prepare(
             self.programs[0], stream,
@@ -154,7 +144,7 @@ class BackwardLaunch:
         )  # fmt: skip
         dq = None
         if wanted.q:
-            dq = new(orders.q.shape, orders.q.strides, kind)
+            dq = own.new(*of_dq)
             self.dq_of(self.programs[1], stream, [sums, dq.data_ptr(), rest, *self.dq_last])
         return CallGradients(dq, dk if wanted.k else None, dv if wanted.v else None)
 
@@ -166,7 +156,9 @@ def forward_of(own: Launches, call: Call) -> ForwardLaunch | None:
     last = last_arguments(layout, call, numbers)
     if last is None or layout.facts.pair_tiles or layout.lists or call.room is not None:
         return None
-    return ForwardLaunch(own, layout.launches["forward"].run, last)
+    order, run = layout.orders.out, layout.launches["forward"].run
+    out = order.shape, order.strides, call.q.dtype
+    return ForwardLaunch(own, run, last, out, (*rows_of(layout), torch.float32))
 
 
 def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch | None:
@@ -186,6 +178,8 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch
         or (grad_lse is not None and not grad_lse.is_contiguous())
     ):  # fmt: skip
         return None
+    rows, dtype = batch * heads * padded, torch.float32 if wanted.wide else call.q.dtype
+    dk, dv, dq = ((x.shape, x.strides, dtype) for x in (orders.k, orders.v, orders.q))
     return BackwardLaunch(
         own=own,
         run=launches["backward_kv"].run,
@@ -194,6 +188,7 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch
         prepare_last=[*out.stride()[:3], *layout.grad_strides, heads, q_len],
         dq_of=launches["dq_from_sums"].run,
         dq_last=[call.scale, *orders.q.rows, heads, q_len],
-        dtype=torch.float32 if wanted.wide else call.q.dtype,
         programs=(padded // STATISTICS_ROWS * batch * heads, layout.statistics.dq_programs),
+        rows=rows,
+        made=(((rows * (3 + layout.columns),), (1,), torch.float32), dk, dv, dq),
     )

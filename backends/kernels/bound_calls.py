@@ -32,6 +32,8 @@ Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tens
 """Makes a tensor of a size, strides and a dtype on the current device, without filling it.
 
 Torch's own functions take tuples, and no subclass of these such as ``torch.Size``."""
+NewTensor = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Arguments of an :data:`Allocator`."""
 
 
 @memoised("allocators of devices", None)

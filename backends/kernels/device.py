@@ -39,6 +39,15 @@ def stream_of(device: torch.device) -> int:
     return 0 if device.index is None else int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
+def stream_if_current(index: int | None) -> int | None:
+    """Handle of the current stream of a GPU, if that is the current GPU; 0 for None, the CPU."""
+    if index is None:
+        return 0
+    if torch._C._cuda_getDevice() != index:
+        return None
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Makes a tensor's ``device`` the current one meanwhile, where it is not."""
     return _UNCHANGED if is_current(device) else torch.cuda.device(device)

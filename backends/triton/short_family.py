@@ -24,13 +24,7 @@ from ..kernels.tile_order import processors_of
 from ..memory_order import empty_fp32, wide_dtype
 from .family import Portable, empty_results, facts_of_task
 from .short_kernels import BACKWARDS, FORWARDS, KERNELS, NAME
-from .short_launch import (
-    ShortBackwardLaunch,
-    ShortForwardLaunch,
-    backward_numbers,
-    forward_grid,
-    forward_numbers,
-)
+from .short_launch import backward_numbers, backward_of, forward_grid, forward_numbers, forward_of
 from .short_tiles import keys_held, most_keys, shape_of
 from .tiles import Widths
 
@@ -135,7 +129,7 @@ class Short(Portable):
         if last is None or call.room is not None:
             return super().bound_forward(layout, lowered, call)
         (kernel,) = layout.executables.values()
-        return ShortForwardLaunch(layout, kernel, wide_dtype(call.wide) or call.q.dtype, last)
+        return forward_of(layout, kernel, call, last, wide_dtype(call.wide) or call.q.dtype)
 
     def bound_backward(
         self, layout: LaunchSpec, lowered: Lowered, call: Call, backward: Backward
@@ -147,7 +141,7 @@ class Short(Portable):
         if last is None or not (grad_lse is None or grad_lse.is_contiguous()):
             return super().bound_backward(layout, lowered, call, backward)
         (kernel,) = layout.executables.values()
-        return ShortBackwardLaunch(layout, kernel, wide_dtype(wanted.wide) or call.q.dtype, last)
+        return backward_of(layout, kernel, call, last, wide_dtype(wanted.wide) or call.q.dtype)
 
     def backward(
         self, layout: LaunchSpec, lowered: Lowered, call: Call, backward: Backward

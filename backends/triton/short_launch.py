@@ -14,13 +14,13 @@ from ..base import CallGradients
 from ..kernels.arguments import call_numbers
 from ..kernels.bound_calls import allocator, rows_of
 from ..kernels.call_signature import PADDING
-from ..kernels.device import is_current, stream_of
+from ..kernels.device import stream_if_current
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..base import Backward, Call
-    from ..kernels.bound_calls import LastArguments
+    from ..kernels.bound_calls import LastArguments, NewTensor
     from ..kernels.compile import Executable
     from ..kernels.launch_spec import LaunchSpec
 
@@ -47,62 +47,100 @@ def forward_grid(layout: LaunchSpec) -> tuple[int, int, int]:
     return batch, heads, -(-q_len // layout.part_rows)
 
 
+class ShortLaunch:
+    """A kernel's launch, the rest of whose arguments is bound."""
+
+    __slots__ = ("_arguments", "_grid", "_kernel", "_last", "index", "new")
+
+    def __init__(
+        self, kernel: Executable, grid: tuple[int, int, int], last: LastArguments,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Bind ``kernel`` to run ``grid`` on ``device``, with the ``last`` arguments."""
+        self._kernel, self._grid, self._last = kernel, grid, last
+        self.index, self.new = device.index, allocator(device.type)
+        # The launcher asks the driver about each tensor, and takes an address as it is.
+        self._arguments = _tensors if kernel.interpreted else _addresses
+
+    def run(
+        self, stream: int, tensors: Sequence[torch.Tensor], captures: Sequence[torch.Tensor]
+    ) -> None:
+        """Launch the kernel with ``tensors`` first."""
+        arguments = self._arguments(tensors)
+        self._kernel.launch_grid(self._grid, stream, arguments + self._last.now(captures))
+
+
+def _tensors(tensors: Sequence[torch.Tensor]) -> list[object]:
+    return [*tensors]
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[object]:
+    return [x.data_ptr() for x in tensors]
+
+
 @dataclass(frozen=True, slots=True)
 class ShortForwardLaunch:
     """See :meth:`attndsl.backends.base.Backend.bound_forward`."""
 
-    layout: LaunchSpec
-    kernel: Executable
-    dtype: torch.dtype
-    """Dtype of the output."""
-    last: LastArguments
+    launch: ShortLaunch
+    out: NewTensor
+    lse: NewTensor
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the forward."""
         q, k, v, *captures = operands
-        layout, device = self.layout, q.device
-        if not is_current(device):
-            with torch.cuda.device(device):
+        launch = self.launch
+        if (stream := stream_if_current(launch.index)) is None:
+            with torch.cuda.device(q.device):
                 return self(operands)
-        order, new = layout.orders.out, allocator(device.type)
-        out = new(order.shape, order.strides, self.dtype)
-        lse = new(*rows_of(layout), torch.float32)
-        arguments = [q, k, v, out, lse, *self.last.now(captures)]
-        self.kernel.launch_grid(forward_grid(layout), stream_of(device), arguments)
+        out, lse = launch.new(*self.out), launch.new(*self.lse)
+        launch.run(stream, (q, k, v, out, lse), captures)
         return out, lse
+
+
+def forward_of(
+    layout: LaunchSpec, kernel: Executable, call: Call, last: LastArguments, dtype: torch.dtype
+) -> ShortForwardLaunch:
+    """Bind forwards like ``call``; ``dtype`` is the output's."""
+    order = layout.orders.out
+    return ShortForwardLaunch(
+        ShortLaunch(kernel, forward_grid(layout), last, call.q.device),
+        (order.shape, order.strides, dtype), (*rows_of(layout), torch.float32),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ShortBackwardLaunch:
     """See :meth:`attndsl.backends.base.Backend.bound_backward`."""
 
-    layout: LaunchSpec
-    kernel: Executable
-    dtype: torch.dtype
-    """Dtype of the gradients."""
-    last: LastArguments
+    launch: ShortLaunch
+    made: tuple[NewTensor, NewTensor, NewTensor, NewTensor]
+    """dQ, dK, dV and delta."""
 
     def __call__(self, operands: Sequence[torch.Tensor], backward: Backward) -> CallGradients:
         """Launch the backward."""
         q, k, v, *captures = operands
-        layout, kind, device = self.layout, self.dtype, q.device
-        if not is_current(device):
-            with torch.cuda.device(device):
+        launch = self.launch
+        if (stream := stream_if_current(launch.index)) is None:
+            with torch.cuda.device(q.device):
                 return self(operands, backward)
         out, lse, grad_out, grad_lse, wanted = backward
-        batch, heads, kv_heads, q_len, _ = layout.sizes
-        orders, new = layout.orders, allocator(device.type)
-        dq = new(orders.q.shape, orders.q.strides, kind)
-        dk = new(orders.k.shape, orders.k.strides, kind)
-        dv = new(orders.v.shape, orders.v.strides, kind)
-        padded = -(-q_len // PADDING) * PADDING
-        delta = new((batch, heads, padded), (heads * padded, padded, 1), torch.float32)
+        dq, dk, dv, delta = [launch.new(*each) for each in self.made]
         dlse = delta if grad_lse is None else grad_lse
-        self.kernel.launch_grid(
-            (batch, kv_heads, 1),
-            stream_of(device),
-            [q, k, v, out, grad_out, dq, dk, dv, lse, dlse, delta, *self.last.now(captures)],
-        )
+        launch.run(stream, (q, k, v, out, grad_out, dq, dk, dv, lse, dlse, delta), captures)
         return CallGradients(
             dq if wanted.q else None, dk if wanted.k else None, dv if wanted.v else None
         )
+
+
+def backward_of(
+    layout: LaunchSpec, kernel: Executable, call: Call, last: LastArguments, dtype: torch.dtype
+) -> ShortBackwardLaunch:
+    """Bind backwards of calls like ``call``; ``dtype`` is the gradients'."""
+    batch, heads, kv_heads, q_len, _ = layout.sizes
+    padded = -(-q_len // PADDING) * PADDING
+    orders = (layout.orders.q, layout.orders.k, layout.orders.v)
+    dq, dk, dv = ((order.shape, order.strides, dtype) for order in orders)
+    delta = (batch, heads, padded), (heads * padded, padded, 1), torch.float32
+    launch = ShortLaunch(kernel, (batch, kv_heads, 1), last, call.q.device)
+    return ShortBackwardLaunch(launch, (dq, dk, dv, delta))

@@ -182,7 +182,7 @@ def test_plain_calls_say_nothing_of_places(monkeypatch):
     def refused(*arguments):
         raise AssertionError
 
-    for name in ("bound", "terms_of", "dispatched"):
+    for name in ("bound", "dispatched"):
         monkeypatch.setattr(prepared, name, refused)
     attention(Q, K, K, t=torch.ones(4))
 

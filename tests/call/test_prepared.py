@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import attndsl
-from attndsl.call import autograd
 from attndsl.call import prepared as module
-from attndsl.call.dispatch import get_backend
 from attndsl.errors import ArgumentError, ProgramWarning
 from attndsl.foundation.caches import CACHES, Reason
 
@@ -186,57 +183,3 @@ def test_tensors_are_not_held():
     del operands, gain
     gc.collect()
     assert [x() for x in seen] == [None] * 4
-
-
-def test_known_calls_run_a_bound_launch(monkeypatch):
-    """With captures and params of the same value; others, and odd addresses, are looked at."""
-    backend = get_backend("triton")
-    found = []
-    real = backend.bound_forward
-    monkeypatch.setattr(
-        backend,
-        "bound_forward",
-        lambda *x: (run := real(*x)) and (lambda *y: found.append(1) or run(*y)),
-    )
-    text = (
-        "tensor gain[heads]: float; param w: float; score = score * gain[h] * w; mask = kv <= q + 9"
-    )
-    attention, reference = (attndsl.compile(text, backend=x) for x in ("triton", "reference"))
-    numbers = []
-    for w in (0.5, 0.5, 0.5, 0.25, 0.5, -0.0, 0.0):
-        q, k, v = drawn(dim=16)
-        gain = torch.rand(4)
-        out = attention(q, k, v, gain=gain, w=w)
-        torch.testing.assert_close(out, reference(q, k, v, gain=gain, w=w), atol=1e-5, rtol=1e-5)
-        numbers.append(len(found))
-    assert numbers == [0, 0, 1, 1, 2, 2, 2]
-    odd = torch.randn(q.numel() + 1)[1:].view(q.shape)
-    torch.testing.assert_close(
-        attention(odd, k, v, gain=gain, w=0.5), reference(odd, k, v, gain=gain, w=0.5),
-        atol=1e-5, rtol=1e-5,
-    )  # fmt: skip
-    assert len(found) == 2
-
-
-def test_bound_backwards_of_many_strides_are_few():
-    """Backwards of further strides run too; they are bound each time."""
-    binds, runs = [], []
-
-    def bind(lowered, call, results):
-        binds.append(results.grad_out.stride())
-        return lambda tensors, given: runs.append(given.grad_out.stride())
-
-    bound = SimpleNamespace(
-        backwards={}, form=SimpleNamespace(call=lambda tensors: None), lowered=None,
-        backend=SimpleNamespace(bound_backward=bind),
-    )  # fmt: skip
-    most = autograd._MOST_BACKWARDS
-    grads = [torch.ones(2, 4 + width)[:, :4] for width in range(most + 3)]
-    for _ in range(2):
-        for grad_out in grads:
-            results = SimpleNamespace(grad_out=grad_out, grad_lse=None, wanted=())
-            autograd._bound_gradients(bound, [], results)
-    strides = [x.stride() for x in grads]
-    assert len(bound.backwards) == most
-    assert runs == strides * 2
-    assert binds == strides + strides[most:]
