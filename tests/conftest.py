@@ -316,11 +316,13 @@ def close(
     dtype: torch.dtype,
     slack: float = 1.0,
     spread: Mapping[str, torch.Tensor] | None = None,
+    more: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Fail unless ``out`` is about as near to ``golden`` as ``ref`` is, ``slack`` times.
 
     No element may be further off than rounding explains in its row: ``spread`` is that of
-    :func:`spread_of`. Where the formulas are not those of a program, errors of ``ref`` tell it.
+    :func:`spread_of`. Where the formulas are not those of a program, errors of ``ref`` tell it, and
+    ``more`` has what these do not show.
     """
     assert golden.keys() == ref.keys() == out.keys()
     for name, exact in golden.items():
@@ -346,6 +348,8 @@ def close(
             found = error.square().mean().sqrt()
         assert found <= allowed, f"{name}: error {found:.3e}, allowed {allowed:.3e}"
         own = _spread_by_errors(usual, dtype) if spread is None else spread[name]
+        if more is not None and name in more:
+            own = torch.hypot(own, more[name])
         exact = torch.where(kept, exact, 0.0)
         rows = name in ("out", "q", "k", "v")
         largest = largest_allowed(exact, usual.abs(), own, out[name].dtype, rows) + FLOOR

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 EXACT = {"atol": 1e-5, "rtol": 5e-6}
 SEED = 7
+_OF_ITS_OWN = ("query", "key", "value", "dropout_p")
 
 
 def _math(query, key, value, attn_mask=None, is_causal=False, **arguments):
@@ -59,14 +60,39 @@ def _dropped(query, key, value, dropout_p, is_causal=False, scale=None, **argume
     return torch.where(kept, weights / (1 - dropout_p), 0.0) @ value
 
 
+def _spread_of_delta(
+    tensors: dict[str, Any], out: torch.Tensor, dtype: torch.dtype, options: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Spread of the gradient of q that rounding of the output alone makes.
+
+    A backward without the scores' matrix takes delta, the sum of dO * O in a row, from the rounded
+    output (FlashAttention, arXiv:2205.14135, appendix B.4). torch's math has dP and its mean in one
+    dtype: in a row with one key they are equal there, and its error is 0.
+    """
+    half = torch.finfo(dtype).eps / 2
+    delta = (_drawn_gradient(out).double() * out * half).square().sum(-1, keepdim=True).sqrt()
+    q, k = (tensors[name].detach().double() for name in ("query", "key"))
+    rest = {n: x for n, x in {**tensors, **options}.items() if n not in _OF_ITS_OWN}
+    rest = {
+        n: x.detach().double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for n, x in rest.items()
+    }
+    scale = abs(options.get("scale") or q.shape[-1] ** -0.5)
+    return {"q": delta * _math(q, k, k.abs(), **rest) * scale}
+
+
+def _drawn_gradient(out: torch.Tensor) -> torch.Tensor:
+    drawn = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return drawn.to(out)
+
+
 def _run(function: Callable[..., Any], tensors: dict[str, Any], **options: Any) -> dict[str, Any]:
     torch.manual_seed(SEED)
     out = function(**tensors, **options)
     learned = {
         name: x for name, x in tensors.items() if isinstance(x, torch.Tensor) and x.requires_grad
     }
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    grads = torch.autograd.grad(out, list(learned.values()), grad.to(out))
+    grads = torch.autograd.grad(out, list(learned.values()), _drawn_gradient(out))
     return {"out": out.detach(), **dict(zip(learned, grads, strict=True))}
 
 
@@ -104,6 +130,6 @@ def against_torch(check: Any) -> Callable[..., None]:
             return
         ref = _run(oracle, _leaves(tensors, dtype), **options)
         found = [{named.get(n, n): x for n, x in part.items()} for part in (golden, ref, mine)]
-        check.close(*found, dtype)
+        check.close(*found, dtype, more=_spread_of_delta(tensors, golden["out"], dtype, options))
 
     return compare
