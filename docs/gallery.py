@@ -22,7 +22,7 @@ import attndsl
 from attndsl.frontend.format import format_source
 from attndsl.inspection.example_captures import make_for_picture
 from attndsl.passes.tiles.tile_plan import FULL, PARTIAL
-from attndsl.picture import PictureData, picture_data, svg
+from attndsl.picture import Frame, PictureData, picture_data, svg
 from attndsl.play.examples import examples as of_play
 
 from dark import themed
@@ -262,12 +262,11 @@ def data(entry: Entry) -> PictureData:
     attention = attndsl.compile(entry.text, backend="reference")
     program = attention.lowered.program
     given = _values(entry.setting.drawn, DRAWN)
-    sizes = {"batch": 1, "heads": HEADS, "kv_heads": HEADS, "q_len": DRAWN, "kv_len": DRAWN,
-             "head_dim": 64}  # fmt: skip
-    made = make_for_picture(program, sizes, 0, given)
+    frame = Frame(DRAWN, DRAWN, 16, 16, heads=HEADS, h=2)
+    made = make_for_picture(program, frame.sizes(), 0, given)
     params = {decl.name for decl in program.params}
     found = picture_data(
-        attention.lowered, q_len=DRAWN, kv_len=DRAWN, block_m=16, block_n=16, heads=HEADS, h=2,
+        attention.lowered, frame,
         tensors={**made.tensors, **{n: x for n, x in given.items() if n not in params}},
         params={**made.params, **{n: x for n, x in given.items() if n in params}},
         title=entry.name,

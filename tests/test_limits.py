@@ -13,12 +13,7 @@ MOST_DEVICE_PARAMETERS = 12
 """Of a device function, but not of an entry: the launcher takes what it takes."""
 
 LONG_FUNCTIONS = {}
-MANY_PARAMETERS = {
-    "attndsl/cli/plot_command.py:plot": 10,
-    "attndsl/cli/run_command.py:run": 10,
-    "attndsl/flex/block_mask.py:_create": 9,
-    "attndsl/picture/data.py:picture_data": 16,
-}
+MANY_PARAMETERS = {}
 PUBLIC = {
     "attndsl/inspection/analysis.py:Analysis.tiles",
     "attndsl/inspection/analysis.py:Analysis.explain",

@@ -15,7 +15,7 @@ from attndsl.backends.base import Call
 from attndsl.backends.tiled.tile_kinds import tile_kinds
 from attndsl.call.options import Location
 from attndsl.errors import ArgumentError, AttnDSLError, DTypeError, ShapeError, UnsupportedError
-from attndsl.picture import highlighted, picture_data, png, svg, text, write
+from attndsl.picture import Frame, highlighted, picture_data, png, svg, text, write
 from attndsl.source import shorten
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -25,10 +25,10 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 def _data(program, q_len=32, kv_len=32, block_m=8, block_n=8, names=None, **options):
     lowered = attndsl.compile(program, **(names or {})).lowered
     offsets = {name: options.pop(name) for name in ("q_offset", "kv_offset") if name in options}
-    return picture_data(
-        lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-        **{"title": program, "location": Location(**offsets), **options},
-    )  # fmt: skip
+    captures = {name: options.pop(name) for name in ("tensors", "params") if name in options}
+    said = {name: options.pop(name) for name in ("title", "raw_score") if name in options}
+    frame = Frame(q_len, kv_len, block_m, block_n, **{"location": Location(**offsets), **options})
+    return picture_data(lowered, frame, **{"title": program, **captures, **said})
 
 
 def _brute(mask, block_m, block_n):
@@ -105,8 +105,8 @@ def test_each_head_and_batch_entry_has_its_own_picture():
     every = tile_kinds(lowered, Call(q, k, k, 1.0, sizes, tensors, params), 8, 4)
     for b, h in ((0, 0), (0, 3), (1, 1), (1, 2)):
         data = picture_data(
-            lowered, q_len=32, kv_len=32, block_m=8, block_n=4, batch=2, heads=4, kv_heads=2,
-            b=b, h=h, tensors=tensors, params=params, raw_score=2.0,
+            lowered, Frame(32, 32, 8, 4, batch=2, heads=4, kv_heads=2, b=b, h=h),
+            tensors=tensors, params=params, raw_score=2.0,
         )  # fmt: skip
         q, kv = _pairs(32, 32)
         mask = (doc[b, :, None] == doc[b]) & (kv < lengths[b]) & (q - kv < 4 * (h + 1))

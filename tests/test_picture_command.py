@@ -6,7 +6,7 @@ import pytest
 
 import attndsl
 from attndsl import cli
-from attndsl.picture import picture_data, text
+from attndsl.picture import Frame, picture_data, text
 
 
 @pytest.fixture
@@ -32,10 +32,8 @@ def test_command_prints_text(command):
     assert (code, err) == (0, "")
     # Declared names are no part of the heading, which is the program's own text.
     program = "causal() and q - kv < w"
-    data = picture_data(
-        attndsl.compile(program, w=20).lowered, q_len=64, kv_len=64, block_m=16, block_n=16,
-        title=program,
-    )  # fmt: skip
+    lowered = attndsl.compile(program, w=20).lowered
+    data = picture_data(lowered, Frame(64, 64, 16, 16), title=program)
     assert out == text(data)
     code, out, _ = command(
         "score + alibi()", "--q-len", 8, "--kv-len", 24, "--block-m", 4, "--head", 3

@@ -202,7 +202,7 @@ def run(
 ) -> None:
     """Time a program on random inputs and hold it to the reference."""
     from .program_inputs import read_declarations, read_program, read_sizes
-    from .run_command import Shapes
+    from .run_command import CallKind, Shapes
     from .run_command import run as work
     from .run_decode import shapes_of
 
@@ -215,19 +215,9 @@ def run(
     if decode or lengths is not None:
         shapes = shapes_of(shapes, kv_len, lengths if decode else "", backward)
     dims = read_sizes(dim)
+    declared, kind = read_declarations(param, tensor), CallKind(backend, exact, backward)
     raise typer.Exit(
-        work(
-            program,
-            read_declarations(param, tensor),
-            shapes,
-            dims,
-            backend=backend,
-            exact=exact,
-            backward=backward,
-            check=check,
-            seed=seed,
-            as_json=json,
-        )
+        work(program, declared, shapes, dims, kind, check=check, seed=seed, as_json=json)
     )
 
 
@@ -261,8 +251,7 @@ def warmup(
         read_programs,
         read_sizes,
     )
-    from .run_command import Shapes
-    from .warmup_command import WarmupKind
+    from .run_command import CallKind, Shapes
     from .warmup_command import warm_up as work
 
     check_key(file, key)
@@ -272,7 +261,7 @@ def warmup(
         dtype, device,
     )  # fmt: skip
     declared, dims = read_declarations(param, tensor), read_sizes(dim)
-    kind = WarmupKind(backend, exact, backward)
+    kind = CallKind(backend, exact, backward)
     raise typer.Exit(work(programs, declared, shapes, dims, kind, json))
 
 
@@ -362,30 +351,19 @@ def plot(
     ] = None,
 ) -> None:
     """Show which pairs and tiles a program keeps, and its scores."""
+    from attndsl.call.options import Location
+    from attndsl.picture import Frame
+
     from .plot_command import plot as work
     from .program_inputs import read_declarations, read_program, read_sizes
 
     program = read_program(file, name, key)
     dims = read_sizes(dim)
-    work(
-        program,
-        read_declarations(param, tensor),
-        dims,
-        sizes={
-            "batch": batch or batch_entry + 1,
-            "heads": heads,
-            "kv_heads": kv_heads or heads,
-            "q_len": q_len,
-            "kv_len": kv_len or q_len,
-            "head_dim": head_dim,
-        },
-        blocks=(block_m, block_n),
-        place=(batch_entry, head),
-        offsets=(q_offset, kv_offset),
-        raw_score=raw_score,
-        seed=seed,
-        output=output,
-    )
+    counts = batch or batch_entry + 1, heads, kv_heads, head_dim
+    place = batch_entry, head, Location(q_offset, kv_offset)
+    frame = Frame(q_len, kv_len or q_len, block_m, block_n, *counts, *place)
+    declared = read_declarations(param, tensor)
+    work(program, declared, dims, frame, raw_score=raw_score, seed=seed, output=output)
 
 
 @app.command()

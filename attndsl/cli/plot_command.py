@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attndsl.call.options import Location
 from attndsl.errors import ArgumentError
 from attndsl.inspection.example_captures import make_for_picture
 from attndsl.picture import check_path, picture_data, text, write
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from attndsl.frontend.declare import Declared
     from attndsl.ir import Program
+    from attndsl.picture import Frame
 
     from .program_inputs import NamedProgram
 
@@ -28,11 +28,8 @@ def plot(
     program: NamedProgram,
     declared: Mapping[str, Declared],
     dims: Mapping[str, int],
+    frame: Frame,
     *,
-    sizes: Mapping[str, int],
-    blocks: tuple[int, int],
-    place: tuple[int, int],
-    offsets: tuple[int, int],
     raw_score: float,
     seed: int,
     output: str | None,
@@ -43,10 +40,7 @@ def plot(
         program: The program.
         declared: What the command line declares.
         dims: Sizes of tensors' own dims.
-        sizes: Every size of :data:`attndsl.ir.SIZES`.
-        blocks: Queries and keys of a tile.
-        place: Batch entry and query head.
-        offsets: Logical positions of the first query and of the first key.
+        frame: Sizes, tiles, batch entry and head.
         raw_score: What raw scores are taken to be.
         seed: Of values that are made up.
         output: File to write; None for text on stdout.
@@ -63,26 +57,11 @@ def plot(
         lowered = attention.lowered
         check_dim_names([lowered.program], dims)
         _check_params(lowered.program)
-        made = make_for_picture(lowered.program, {**sizes, **dims}, seed)
+        made = make_for_picture(lowered.program, {**frame.sizes(), **dims}, seed)
         if made.what:
             print(f"made up, seed {seed}: {made.what}", file=sys.stderr)
-        data = picture_data(
-            lowered,
-            q_len=sizes["q_len"],
-            kv_len=sizes["kv_len"],
-            batch=sizes["batch"],
-            heads=sizes["heads"],
-            kv_heads=sizes["kv_heads"],
-            head_dim=sizes["head_dim"],
-            block_m=blocks[0],
-            block_n=blocks[1],
-            b=place[0],
-            h=place[1],
-            location=Location(*offsets),
-            tensors=made.tensors,
-            raw_score=raw_score,
-            title=program.description or attention.text,
-        )
+        title = program.description or attention.text
+        data = picture_data(lowered, frame, tensors=made.tensors, raw_score=raw_score, title=title)
         data = replace(data, made_up=made.what)
         if output is None:
             print(text(data), end="")

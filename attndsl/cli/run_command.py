@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -75,6 +75,16 @@ class Shapes:
         return {name: getattr(self, name) for name in names}
 
 
+class CallKind(NamedTuple):
+    """Kind of the calls to run, or to compile kernels for."""
+
+    backend: str
+    exact: bool
+    """True without fast forms of functions."""
+    backward: bool
+    """True if gradients are computed too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """One direction, over all pairs of positions whether or not they are masked out."""
@@ -104,10 +114,8 @@ def run(
     declared: Mapping[str, Declared],
     shapes: Shapes,
     dims: Mapping[str, int],
+    kind: CallKind,
     *,
-    backend: str,
-    exact: bool,
-    backward: bool,
     check: bool,
     seed: int,
     as_json: bool,
@@ -118,8 +126,9 @@ def run(
         AttnDSLError: The program has errors, or cannot run on these shapes.
     """
     check_shapes(shapes, check)
-    attention = compile_program(program, declared, backend, exact)
-    chosen, _ = choose_backend(backend, torch.device(shapes.device), False, DTYPES[shapes.dtype])
+    attention = compile_program(program, declared, kind.backend, kind.exact)
+    device = torch.device(shapes.device)
+    chosen, _ = choose_backend(kind.backend, device, False, DTYPES[shapes.dtype])
     check_dim_names([attention.lowered.program], dims)
     generator = torch.Generator().manual_seed(seed)
     inputs = random_inputs(shapes, generator)
@@ -128,16 +137,16 @@ def run(
     # Both must drop the same weights.
     drawn = None if attention.lowered.program.dropout is None else seed
     positions = shapes.positions()
-    case = _case(attention, inputs, captures, {"seed": drawn, **positions}, backward)
+    case = _case(attention, inputs, captures, {"seed": drawn, **positions}, kind.backward)
     progress = _progress() if sys.stderr.isatty() else None
     with progress or nullcontext():
-        step = _stepper(progress, 2 + 3 * check + backward)
+        step = _stepper(progress, 2 + 3 * check + kind.backward)
         step(f"first call on {chosen.name}")
         found = results(attention, case)
         checks = held_to_reference(attention, case, found, step) if check else ()
         del found
         timings = []
-        for direction in ("forward", "backward")[: 1 + backward]:
+        for direction in ("forward", "backward")[: 1 + kind.backward]:
             step(f"timing {direction}")
             timed = _direction(attention, inputs, captures, case.options, direction)
             ms = median_ms(timed, shapes.device)

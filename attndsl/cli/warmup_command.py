@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,15 +29,7 @@ if TYPE_CHECKING:
     from attndsl.frontend.declare import Declared
 
     from .program_inputs import NamedProgram
-    from .run_command import Shapes
-
-
-class WarmupKind(NamedTuple):
-    """Kind of kernels to compile."""
-
-    backend: str
-    exact: bool
-    backward: bool
+    from .run_command import CallKind, Shapes
 
 
 def warm_up(
@@ -45,7 +37,7 @@ def warm_up(
     declared: Mapping[str, Declared],
     shapes: Shapes,
     dims: Mapping[str, int],
-    kind: WarmupKind,
+    kind: CallKind,
     as_json: bool,
 ) -> int:
     """Print a line for each program when its kernels are there; 1 if one has none, otherwise 0.
@@ -80,7 +72,7 @@ def warm_up(
 
 
 def _compiled(
-    programs: Sequence[NamedProgram], declared: Mapping[str, Declared], kind: WarmupKind
+    programs: Sequence[NamedProgram], declared: Mapping[str, Declared], kind: CallKind
 ) -> tuple[list[Warmed], dict[str, Attention]]:
     """Programs with errors, and the others compiled."""
     wrong, right = [], {}

@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.nn.attention.flex_attention import create_block_mask as torch_blocks
 
+from attndsl.call.call_slice import CallSizes
 from attndsl.call.value_checks import has_values
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.inspection.tile_search import find_tiles, kinds_by_pairs
@@ -193,16 +194,15 @@ def create_block_mask(
         return blocks
     batch, heads = (1 if size is None else number_of(size) for size in (B, H))
     made: BlockMask = _CREATE(
-        mask_mod, batch, heads, number_of(Q_LEN), number_of(KV_LEN), device, BLOCK_SIZE,
+        mask_mod, CallSizes(number_of(Q_LEN), number_of(KV_LEN), batch, heads), device, BLOCK_SIZE,
         separate_full_blocks, dq_kv_order if compute_dq_write_order else None,
     )  # fmt: skip
     return made
 
 
 def _create(
-    mask_mod: Mod, batch: int, heads: int, q_len: int, kv_len: int,
-    device: torch.device | str | None, block_size: int | tuple[int, int],
-    separate_full_blocks: bool, write_order: bool | None,
+    mask_mod: Mod, sizes: CallSizes, device: torch.device | str | None,
+    block_size: int | tuple[int, int], separate_full_blocks: bool, write_order: bool | None,
 ) -> BlockMask:  # fmt: skip
     """See :func:`create_block_mask`."""
     if write_order is not None:
@@ -217,12 +217,13 @@ def _create(
             "pass a mask_mod, a function of (b, h, q_idx, kv_idx)",
         )
     device = _device(device)
-    sizes = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size,) * 2
-    if len(sizes) != 2 or not all(type(size) is int and 0 < size < 1 << 63 for size in sizes):
+    block = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size,) * 2
+    if len(block) != 2 or not all(type(size) is int and 0 < size < 1 << 63 for size in block):
         raise ArgumentError(
             f"BLOCK_SIZE is {block_size!r}", hint="pass a whole number, 1 or more, or two of them"
         )
-    rows, columns = sizes
+    rows, columns = block
+    batch, heads, q_len, kv_len = sizes.batch, sizes.heads, sizes.q_len, sizes.kv_len
     for name, size in (("B", batch), ("H", heads), ("Q_LEN", q_len), ("KV_LEN", kv_len)):
         if type(size) is not int or not 0 <= size < POSITION_LIMIT:
             raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 0 or more")

@@ -344,11 +344,10 @@ class Analysis(Compiled):
         roots = program.mask, program.score
         given, sizes = completed(program, roots, given, asked, location)
         params = {decl.name for decl in program.params}
+        counts = sizes.batch, sizes.heads, sizes.kv_heads
+        frame = picture.Frame(q_len, kv_len, block_m, block_n, *counts, b=b, h=h, location=location)
         data = picture.picture_data(
-            own.lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-            batch=sizes.batch, heads=sizes.heads, kv_heads=sizes.kv_heads, b=b, h=h,
-            location=location,
-            title=self.text,
+            own.lowered, frame, title=self.text,
             tensors={
                 n: torch.as_tensor(x, device="cpu") for n, x in given.items() if n not in params
             },

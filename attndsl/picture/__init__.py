@@ -6,7 +6,7 @@ one of them by a file's suffix. Only PNG and PDF files need matplotlib.
 
 from __future__ import annotations
 
-from .data import PictureData, picture_data
+from .data import Frame, PictureData, picture_data
 from .highlight import highlighted
 from .image_files import check_path, write
 from .notebook_display import Picture, program_html, table_html
@@ -15,6 +15,6 @@ from .text_picture import text
 from .vector import svg
 
 __all__ = [
-    "Picture", "PictureData", "check_path", "highlighted", "picture_data", "png", "program_html",
-    "svg", "table_html", "text", "write",
+    "Frame", "Picture", "PictureData", "check_path", "highlighted", "picture_data", "png",
+    "program_html", "svg", "table_html", "text", "write",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ many PARTIAL tiles could have been something else is counted.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +18,11 @@ from attndsl.backends.dense.interpret import LeafValues, evaluate
 from attndsl.backends.tiled.tile_kinds import Grid, grid_of, kinds_by_bounds
 from attndsl.call.bind import bind
 from attndsl.call.call_slice import plain_int
-from attndsl.call.options import LOCATION, WHOLE
+from attndsl.call.options import LOCATION, WHOLE, Location
 from attndsl.call.sub_calls import localised
 from attndsl.call.value_checks import check_values
 from attndsl.errors import ArgumentError
-from attndsl.ir import reads_score
+from attndsl.ir import SIZES, reads_score
 from attndsl.passes.print_ir import print_program
 from attndsl.passes.tiles.tile_plan import EMPTY, FULL, PARTIAL
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Call, Scalar
-    from attndsl.call.options import Location
     from attndsl.pipeline import Lowered
 
     from .curve import Curve
@@ -43,8 +42,75 @@ MAX_COUNT = 1 << 16
 MAX_TILES = 256
 """The most tiles along either side: more are too small to see, in pixels as well as in
 characters."""
+_MOST = {
+    **dict.fromkeys(("q_len", "kv_len", "block_m", "block_n"), MAX_LENGTH),
+    **dict.fromkeys(("batch", "heads", "kv_heads", "head_dim"), MAX_COUNT),
+}
 _CHUNK = 1 << 20
 """Pairs that are evaluated at a time; programs have tens of values for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Sizes and tiles of what a picture shows, and the head that it shows."""
+
+    q_len: int
+    """Queries, at most 4096."""
+    kv_len: int
+    """Keys, at most 4096."""
+    block_m: int
+    """Queries of a tile; at most 256 tiles along either side."""
+    block_n: int
+    """Keys of a tile."""
+    batch: int = 1
+    """Batch size, which programs may depend on."""
+    heads: int = 1
+    """Query heads."""
+    kv_heads: int | None = None
+    """Key heads; None for as many as query heads."""
+    head_dim: int = 64
+    """Head dim of q and k."""
+    b: int = 0
+    """The batch entry that is shown, of these."""
+    h: int = 0
+    """The query head that is shown."""
+    location: Location = WHOLE
+    """The place of these sizes in a larger call. Without indices: axes count from offsets."""
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes that programs know."""
+        own = {name: getattr(self, name) for name in SIZES}
+        return own if self.kv_heads is not None else {**own, "kv_heads": self.heads}
+
+    def checked(self) -> Frame:
+        """The same, whose whole numbers of other types are ints.
+
+        Raises:
+            ArgumentError: A size or index out of range.
+        """
+        frame = Frame(*(plain_int(getattr(self, field.name)) for field in fields(self)))
+        frame = replace(frame, kv_heads=frame.sizes()["kv_heads"])
+        for name, most in _MOST.items():
+            value = getattr(frame, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ArgumentError(f"{name} is {value!r}", hint=f"give an int from 1 to {most}")
+        for name, length in (("block_m", frame.q_len), ("block_n", frame.kv_len)):
+            block = getattr(frame, name)
+            tiles = -(-length // block)
+            if tiles > MAX_TILES:
+                raise ArgumentError(
+                    f"{name} is {block}, which makes {tiles} tiles of {length} positions",
+                    hint=f"give at least {-(-length // MAX_TILES)}: "
+                    f"a picture has at most {MAX_TILES} tiles a side",
+                )
+        for name, index, what in (("b", frame.b, "batch"), ("h", frame.h, "heads")):
+            size = getattr(frame, what)
+            if type(index) is not int or not 0 <= index < size:
+                raise ArgumentError(
+                    f"{name} is {index!r}, and {what} is {size}",
+                    hint=f"give 0 to {size - 1}, or a larger {what}",
+                )
+        return frame
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,18 +219,8 @@ class PictureData:
 
 def picture_data(
     lowered: Lowered,
+    frame: Frame,
     *,
-    q_len: int,
-    kv_len: int,
-    block_m: int,
-    block_n: int,
-    batch: int = 1,
-    heads: int = 1,
-    kv_heads: int | None = None,
-    head_dim: int = 64,
-    b: int = 0,
-    h: int = 0,
-    location: Location = WHOLE,
     tensors: Mapping[str, torch.Tensor] = {},
     params: Mapping[str, Scalar | torch.Tensor] = {},
     raw_score: float = 0.0,
@@ -174,17 +230,7 @@ def picture_data(
 
     Args:
         lowered: The program.
-        q_len: Queries, at most 4096.
-        kv_len: Keys, at most 4096.
-        block_m: Queries of a tile; at most 256 tiles along either side.
-        block_n: Keys of a tile.
-        batch: Batch size, which programs may depend on.
-        heads: Query heads.
-        kv_heads: Key heads; ``heads`` by default.
-        head_dim: Head dim of q and k.
-        b: Which batch entry of these.
-        h: Which query head.
-        location: Where these sizes lie in a larger call. Without indices: axes count from offsets.
+        frame: Sizes, tiles, batch entry and head.
         tensors: The program's tensors by name, of shapes that fit these sizes, on any device.
         params: Its run-time params by name; those left out have their defaults.
         raw_score: The value of ``scale * (q . k)`` for all pairs.
@@ -195,44 +241,22 @@ def picture_data(
         ShapeError: A tensor that does not fit the sizes.
         DTypeError: A tensor that does not have the type that the program declares.
     """
-    kv_heads = heads if kv_heads is None else kv_heads
-    q_len, kv_len, block_m, block_n = map(plain_int, (q_len, kv_len, block_m, block_n))
-    batch, heads, kv_heads, head_dim = map(plain_int, (batch, heads, kv_heads, head_dim))
-    b, h = plain_int(b), plain_int(h)
-    for name, value, most in (
-        ("q_len", q_len, MAX_LENGTH), ("kv_len", kv_len, MAX_LENGTH),
-        ("block_m", block_m, MAX_LENGTH), ("block_n", block_n, MAX_LENGTH),
-        ("batch", batch, MAX_COUNT), ("heads", heads, MAX_COUNT),
-        ("kv_heads", kv_heads, MAX_COUNT), ("head_dim", head_dim, MAX_COUNT),
-    ):  # fmt: skip
-        if type(value) is not int or not 1 <= value <= most:
-            raise ArgumentError(f"{name} is {value!r}", hint=f"give an int from 1 to {most}")
-    for name, length, block in (("block_m", q_len, block_m), ("block_n", kv_len, block_n)):
-        if -(-length // block) > MAX_TILES:
-            raise ArgumentError(
-                f"{name} is {block}, which makes {-(-length // block)} tiles of {length} positions",
-                hint=f"give at least {-(-length // MAX_TILES)}: "
-                f"a picture has at most {MAX_TILES} tiles a side",
-            )
-    for name, index, size, what in (("b", b, batch, "batch"), ("h", h, heads, "heads")):
-        if type(index) is not int or not 0 <= index < size:
-            raise ArgumentError(
-                f"{name} is {index!r}, and {what} is {size}",
-                hint=f"give 0 to {size - 1}, or a larger {what}",
-            )
+    frame = frame.checked()
     if not math.isfinite(raw_score):
         raise ArgumentError(f"raw_score is {raw_score}", hint="give a finite number")
     # Operands have their shapes, which are checked, and no values, which are not looked at.
-    element = torch.zeros(head_dim, dtype=torch.float64, device="cpu")
-    q = element.expand(batch, heads, q_len, head_dim)
-    k = element.expand(batch, kv_heads, kv_len, head_dim)
+    element = torch.zeros(frame.head_dim, dtype=torch.float64, device="cpu")
+    sizes = frame.sizes()
+    q = element.expand(sizes["batch"], sizes["heads"], sizes["q_len"], -1)
+    k = element.expand(sizes["batch"], sizes["kv_heads"], sizes["kv_len"], -1)
     captures = {name: _on_cpu(value) for name, value in {**tensors, **params}.items()}
+    location = frame.location
     here = replace(location, **{name: _on_cpu(getattr(location, name)) for name in LOCATION})
     call = bind(lowered.program, (q, k, k), captures, here)
     check_values(lowered.program, call)
     shown = print_program(lowered.program) if title is None else title
     with torch.no_grad():
-        return _look(lowered, call, (block_m, block_n), (b, h), float(raw_score), shown)
+        return _look(lowered, call, frame, float(raw_score), shown)
 
 
 def _first(offset: int | torch.Tensor, b: int) -> int:
@@ -240,19 +264,13 @@ def _first(offset: int | torch.Tensor, b: int) -> int:
     return int(offset[b] if isinstance(offset, torch.Tensor) and offset.dim() else offset)
 
 
-def _look(
-    lowered: Lowered,
-    whole: Call,
-    blocks: tuple[int, int],
-    place: tuple[int, int],
-    raw_score: float,
-    title: str,
-) -> PictureData:
+def _look(lowered: Lowered, whole: Call, frame: Frame, raw_score: float, title: str) -> PictureData:
+    blocks = frame.block_m, frame.block_n
     part = Part() if whole.part is None else whole.part
     lowered, call = localised(lowered, whole)
     sparsity, program = lowered.sparsity, lowered.program
     grid = grid_of(call, *blocks)
-    scope = _only(grid.scope, *place)
+    scope = _only(grid.scope, frame.b, frame.h)
     mask, score = _pairs(lowered, scope, raw_score)
     # One head of one batch entry: what others have is neither found nor kept.
     alone = replace(sparsity, by_batch=False, by_head=False, evaluate=False)
@@ -275,14 +293,14 @@ def _look(
         raw_score=raw_score,
         changes_score=not sparsity.plain,
         mask_reads_score=mask_reads_score,
-        block_m=blocks[0],
-        block_n=blocks[1],
+        block_m=frame.block_m,
+        block_n=frame.block_n,
         batch=whole.sizes["batch"],
-        b=place[0] + part.b_offset,
+        b=frame.b + part.b_offset,
         heads=whole.sizes["heads"],
-        h=place[1] + part.h_offset,
-        q_offset=_first(whole.q_offset, place[0]),
-        kv_offset=_first(whole.kv_offset, place[0]),
+        h=frame.h + part.h_offset,
+        q_offset=_first(whole.q_offset, frame.b),
+        kv_offset=_first(whole.kv_offset, frame.b),
         could_be_empty=int((loose & (exact == EMPTY)).sum()),
         could_be_full=int((loose & (exact == FULL)).sum()),
         curve=curve_of(lowered, scope, mask),

@@ -12,7 +12,7 @@ from attndsl.errors import AttnDSLError
 from attndsl.inspection.example_captures import make_for_picture
 from attndsl.source import shorten
 
-from .data import picture_data
+from .data import Frame, picture_data
 from .highlight import highlighted
 from .vector import svg
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .data import PictureData
 
-_LENGTH, _BLOCK, _HEAD_DIM = 64, 16, 64
+_FRAME = Frame(64, 64, 16, 16)
 
 
 class Picture(str):
@@ -64,12 +64,11 @@ def program_html(lowered: Lowered, text: str, given: Mapping[str, Any]) -> str:
 
 
 def _with_made_up(lowered: Lowered, text: str, given: Mapping[str, Any]) -> PictureData:
-    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": _LENGTH, "kv_len": _LENGTH}
-    made = make_for_picture(lowered.program, {**sizes, "head_dim": _HEAD_DIM}, 0, given)
+    made = make_for_picture(lowered.program, _FRAME.sizes(), 0, given)
     numbers = {decl.name for decl in lowered.program.params}
     captures = {**given, **made.tensors, **made.params}
     data = picture_data(
-        lowered, q_len=_LENGTH, kv_len=_LENGTH, block_m=_BLOCK, block_n=_BLOCK, title=text,
+        lowered, _FRAME, title=text,
         tensors={
             n: torch.as_tensor(x, device="cpu") for n, x in captures.items() if n not in numbers
         },

@@ -15,7 +15,7 @@ from attndsl.inspection.example_captures import make_captures, make_for_picture
 from attndsl.ir import DType, leaf_names
 from attndsl.passes.print_ir import print_derivative
 from attndsl.passes.tiles.plan_text import print_tiles
-from attndsl.picture import picture_data, svg
+from attndsl.picture import Frame, picture_data, svg
 from attndsl.runtime.program_store import pointing_into
 from attndsl.source import Source
 
@@ -100,14 +100,12 @@ def _picture(asked: PageRequest, source: Source) -> PictureAnswer:
     attention = _present(whole, asked)
     lowered, view = attention.lowered, asked.view
     given = _given(lowered.program, asked.params)
-    made = make_for_picture(_with_defaults(lowered.program, given), _sizes(view), view.seed)
+    frame, raw_score = _frame(view), view.raw_score
+    made = make_for_picture(_with_defaults(lowered.program, given), frame.sizes(), view.seed)
     params = {**made.params, **given}
     data = picture_data(
-        lowered, q_len=view.q_len, kv_len=view.kv_len, block_m=view.block_m, block_n=view.block_n,
-        batch=view.batch, heads=view.heads, kv_heads=view.kv_heads, head_dim=_HEAD_DIM,
-        b=view.b, h=view.h, location=Location(view.q_offset, view.kv_offset),
-        tensors=made.tensors, params=params, raw_score=view.raw_score, title=asked.text,
-    )  # fmt: skip
+        lowered, frame, tensors=made.tensors, params=params, raw_score=raw_score, title=asked.text
+    )
     data = replace(data, made_up=made.what)
     return PictureAnswer(
         svg(data),
@@ -146,7 +144,7 @@ def _explained(
 ) -> tuple[str, str]:
     """Text of ``explain`` at the lengths of ``view``, and the captures that were made up for it."""
     n, program = view.cost_len, attention.lowered.program
-    sizes = {**_sizes(view), "q_len": n, "kv_len": n}
+    sizes = {**_frame(view).sizes(), "q_len": n, "kv_len": n}
     read = leaf_names(program.mask)
     # Their numbers alone: tensors of a picture have a few short documents.
     numbers = make_for_picture(replace(program, tensors=()), sizes).params
@@ -188,11 +186,11 @@ _WAYS: dict[
 }
 
 
-def _sizes(view: PictureCall) -> dict[str, int]:
-    return {
-        "batch": view.batch, "heads": view.heads, "kv_heads": view.kv_heads,
-        "q_len": view.q_len, "kv_len": view.kv_len, "head_dim": _HEAD_DIM,
-    }  # fmt: skip
+def _frame(view: PictureCall) -> Frame:
+    return Frame(
+        view.q_len, view.kv_len, view.block_m, view.block_n, view.batch, view.heads, view.kv_heads,
+        _HEAD_DIM, view.b, view.h, Location(view.q_offset, view.kv_offset),
+    )  # fmt: skip
 
 
 def _present(attention: Attention, asked: PageRequest) -> Attention:
