@@ -93,7 +93,7 @@ class Call(NamedTuple):
     """One call's arguments, checked and complete.
 
     A tuple, since each call makes one, and a frozen dataclass takes a microsecond more: see M26 in
-    docs/measured.md.
+    docs/dev/measured.md.
 
     ``q`` (B, Hq, Lq, D), ``k`` (B, Hkv, Lk, D), ``v`` (B, Hkv, Lk, Dv): one floating dtype, one
     device, last stride 1, Hq a multiple of Hkv; any other strides, any size 0.

@@ -3,8 +3,8 @@
 A tensor (2, batch, heads, rows) has the log-sum-exp of each row and 0; or of rows far from
 0, the greatest score and what is to be added. Weights are ``exp(score - lse)``; a score of -1e9 and
 its row's log-sum-exp, -1e9 + log(n), are one number of fp32, so that such a row's weights would
-be 1 in place of 1 / n: see M38 in docs/measured.md. Rows with no live pair have -inf and 0. Users
-get the sum.
+be 1 in place of 1 / n: see M38 in docs/dev/measured.md. Rows with no live pair have -inf and 0.
+Users get the sum.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def result_orders(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ResultOr
 
 def empty_fp32(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """A new contiguous fp32 tensor on the device of ``like``. None of the sizes is 0."""
-    # torch is faster where strides are given: see M18 in docs/measured.md.
+    # torch is faster where strides are given: see M18 in docs/dev/measured.md.
     steps = [1]
     for size in shape[:0:-1]:
         steps.insert(0, steps[0] * size)

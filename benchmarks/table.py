@@ -290,7 +290,7 @@ def targets() -> dict[Path, str]:
             _BUNDLES,
         ),
         ROOT / "docs" / "huggingface.md": generation(),
-        ROOT / "docs" / "kernels.md": decoding.of_memory(decode, serving),
+        ROOT / "docs" / "dev" / "kernels.md": decoding.of_memory(decode, serving),
         ROOT / "docs" / "benchmarks.md": "\n\n".join([summary.summary(load), *sections()]),
     }
 

@@ -244,7 +244,7 @@ def test_the_picture_shows_every_panel(monkeypatch):
 
 
 def test_the_layers_on_the_page_are_those_of_the_imports():
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8").partition("## Layers")[2]
+    text = (ROOT / "docs" / "dev" / "architecture.md").read_text("utf-8").partition("## Layers")[2]
     kind, _, lines = FENCE.findall(text)[0]
     assert kind == "text"
     assert [set(line.split(", ")) for line in lines.splitlines()] == list(map(set, LAYERS))
@@ -252,7 +252,7 @@ def test_the_layers_on_the_page_are_those_of_the_imports():
 
 @pytest.mark.parametrize("name", ["architecture", "kernels", "tiles"])
 def test_files_that_pages_on_the_code_name_exist(name):
-    text = FENCE.sub("", (ROOT / "docs" / f"{name}.md").read_text("utf-8"))
+    text = FENCE.sub("", (ROOT / "docs" / "dev" / f"{name}.md").read_text("utf-8"))
     for found in re.findall(r"`([\w/]+/[\w/.]*)`", text):
         assert any((ROOT / folder / found).exists() for folder in ("", "attndsl")), found
 
@@ -282,8 +282,8 @@ def _code():
 
 
 def _measurements():
-    """Numbers of the entries of docs/measured.md, each of which is there once."""
-    text = (ROOT / "docs" / "measured.md").read_text("utf-8")
+    """Numbers of the entries of docs/dev/measured.md, each of which is there once."""
+    text = (ROOT / "docs" / "dev" / "measured.md").read_text("utf-8")
     numbers = [int(number) for number in re.findall(r"^- \*\*M(\d+)\*\* ", text, re.MULTILINE)]
     assert numbers == list(range(1, 1 + len(numbers)))
     return set(numbers)

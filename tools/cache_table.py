@@ -1,6 +1,6 @@
 """The table of all caches, from the places in the code that make them.
 
-``--write`` puts it into ``docs/architecture.md``; without it the table is printed.
+``--write`` puts it into ``docs/dev/architecture.md``; without it the table is printed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("attndsl", "backends")
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "dev" / "architecture.md"
 BEGIN, END = "<!-- caches: begin (tools/cache_table.py --write) -->", "<!-- caches: end -->"
 KINDS = ("memoised", "BoundedCache", "KeptLists")
 
@@ -81,7 +81,7 @@ def table_of(found: list[Made]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Print the table, or write it."""
     parser = argparse.ArgumentParser(description="The table of all caches.")
-    parser.add_argument("--write", action="store_true", help="into docs/architecture.md")
+    parser.add_argument("--write", action="store_true", help="into docs/dev/architecture.md")
     table = table_of(caches())
     if not parser.parse_args(arguments).write:
         print(table)

@@ -1,8 +1,8 @@
 """Trace the way of the data: the modules that one piece of work enters, in order.
 
 ``python tools/ways.py`` traces every way of ``WAYS``, ``python tools/ways.py cpu lower`` some.
-``--write`` puts those of ``ON_PAGE`` into ``docs/architecture.md``. No GPU is needed: kernels are
-made and not run.
+``--write`` puts those of ``ON_PAGE`` into ``docs/dev/architecture.md``. No GPU is needed: kernels
+are made and not run.
 
 A module is *entered* where a function of it runs that has not run before on this way, after a
 function of another module. *Stays* are the entries, *rooms* the different modules, *returns* the
@@ -326,7 +326,7 @@ ON_PAGE = {
     "cpu": "A forward on a CPU",
 }
 """Ways that the page has, and what it calls them."""
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "dev" / "architecture.md"
 BEGIN, END = "<!-- ways: begin (tools/ways.py --write) -->", "<!-- ways: end -->"
 _WIDTH = 100
 

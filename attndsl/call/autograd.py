@@ -125,7 +125,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, job: tuple[Any, ...], *tensors: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        # One argument and one attribute, since each costs time: see M20 in docs/measured.md.
+        # One argument and one attribute, since each costs time: see M20 in docs/dev/measured.md.
         backend, lowered, call, form, return_lse = job
         out, lse = backend.forward(lowered, call)
         ctx.set_materialize_grads(False)
@@ -220,5 +220,5 @@ def _gradients(
 
 
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attend).apply
-"""``_Attend.apply`` without its look for transforms: see M29 in docs/measured.md. No call comes
+"""``_Attend.apply`` without its look for transforms: see M29 in docs/dev/measured.md. No call comes
 here within a transform."""

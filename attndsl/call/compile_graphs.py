@@ -164,7 +164,7 @@ def arguments_of(
     """The operator's arguments for a call, as constants of its graph.
 
     Dynamo follows the checks of a call otherwise, and leaves a guard for each name and function
-    that it meets: 203, which each call of the graph looks at. See M53 in docs/measured.md.
+    that it meets: 203, which each call of the graph looks at. See M53 in docs/dev/measured.md.
 
     Args:
         request: The program.

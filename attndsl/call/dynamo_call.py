@@ -30,7 +30,7 @@ class InGraphs(Compiled):
     """The part of :class:`~attndsl.Attention` that Dynamo sees.
 
     Dynamo leaves a guard for each name and function that it meets, and each call of the graph looks
-    at all guards. So it sees as little as can be: see M53 in docs/measured.md.
+    at all guards. So it sees as little as can be: see M53 in docs/dev/measured.md.
     """
 
     __slots__ = ()

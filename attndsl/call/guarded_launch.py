@@ -79,7 +79,7 @@ class GuardedLaunch:
     """Launches of calls that differ in elements and addresses alone, bound once.
 
     A look-up of the launch and of its arguments takes most of the host's time of a call. What they
-    have in common is found out once (see M54 in docs/measured.md).
+    have in common is found out once (see M54 in docs/dev/measured.md).
     """
 
     __slots__ = (
@@ -153,7 +153,7 @@ class GuardedLaunch:
         ctx.set_materialize_grads(False)
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.kept = self  # One attribute, since each costs time: see M20 in docs/measured.md.
+        ctx.kept = self  # One attribute, since each costs time: see M20 in docs/dev/measured.md.
         # An output that nobody sees takes torch as long as an allocation.
         return (out, public_lse(lse)) if self._return_lse else out
 
@@ -274,5 +274,5 @@ class _AttendBound(torch.autograd.Function):
 
 
 _apply: Callable[..., Any] = super(torch.autograd.Function, _AttendBound).apply
-"""``_AttendBound.apply`` without its look for transforms: see M29 in docs/measured.md. No call
+"""``_AttendBound.apply`` without its look for transforms: see M29 in docs/dev/measured.md. No call
 comes here within a transform."""

@@ -5,7 +5,7 @@ They are user annotations (``torch.profiler.record_function``), so a trace also 
 kernels on a GPU. Kernels themselves have one name for all programs: equal kernels of two programs
 are compiled once, in Triton's own cache too, which does not know names.
 
-Who runs something asks ``profiler._is_profiler_enabled`` first: see M34 in docs/measured.md.
+Who runs something asks ``profiler._is_profiler_enabled`` first: see M34 in docs/dev/measured.md.
 """
 
 from __future__ import annotations

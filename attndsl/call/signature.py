@@ -52,7 +52,7 @@ class Facts(NamedTuple):
     any_length: bool
     """True if calls on CPUs share a signature when they differ in their number of keys alone. A
     cache of keys grows from step to step, and to bind a call takes longer than its attention on a
-    CPU: see M57 in docs/measured.md."""
+    CPU: see M57 in docs/dev/measured.md."""
     draws: bool
     """True if calls without a seed draw one."""
     warns: bool
@@ -152,7 +152,7 @@ def _needs_each_length(
 
 def kind_of(x: object) -> object:
     """Type of a number; shape, strides, dtype and device of a tensor."""
-    # The type of a number is faster to look at: see M19 in docs/measured.md.
+    # The type of a number is faster to look at: see M19 in docs/dev/measured.md.
     kind = type(x)
     if kind in PLAIN_TENSORS:
         return x.shape, x.stride(), x.dtype, x.device  # type: ignore[attr-defined]

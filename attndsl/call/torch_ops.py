@@ -219,7 +219,7 @@ def _differentiable(name: str, kernel: Callable[..., Any], function: Any) -> Cal
     """Make the kernel that runs an operator where torch differentiates.
 
     ``torch.library.register_autograd`` does the same and takes 20 us more, for arguments of any
-    kind and for calls that need no gradient: see M53 in docs/measured.md.
+    kind and for calls that need no gradient: see M53 in docs/dev/measured.md.
     """
 
     def run(keys: Any, tensors: Any, what: str, ints: Any, floats: Any) -> Any:

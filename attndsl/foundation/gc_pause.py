@@ -1,7 +1,7 @@
 """Pause of the garbage collector during imports and other work that makes no garbage.
 
 Python looks through all objects when many new ones have come to stay. After ``import torch`` that
-is a million, and takes 0.1 to 0.2 s each time: see M59 in docs/measured.md.
+is a million, and takes 0.1 to 0.2 s each time: see M59 in docs/dev/measured.md.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ _DIRECTIONS = {
 _MOST_TILES = 1 << 31
 """Tiles of a map: a byte each."""
 _MOST_COUNTED = 1 << 29
-"""Tiles of a map that are looked at one by one to be counted: see M21 in docs/measured.md."""
+"""Tiles of a map that are looked at one by one to be counted: see M21 in docs/dev/measured.md."""
 _MOST_EVALUATED = 1 << 17
-"""The same where all of their pairs are looked at: see M21 in docs/measured.md."""
+"""The same where all of their pairs are looked at: see M21 in docs/dev/measured.md."""
 _TILES_AT_ONCE = 1 << 22
 """Tiles whose kinds are found together to be counted."""
 _EDGE_PAIRS = 1 << 25

@@ -29,7 +29,7 @@ SPREADS = 6.0
 
 Spreads count the largest error of each rounding, and the standard deviation of a uniform error is
 3 ** -0.5 of that: these are 10 standard deviations. For the largest errors that right results had,
-see M62 in docs/measured.md.
+see M62 in docs/dev/measured.md.
 """
 USUAL = 4.0
 """Allowed error of an element as a multiple of the largest error of the reference in its row. This

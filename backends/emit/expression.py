@@ -366,7 +366,7 @@ class Printer:
         """The operand of a comparison that alone would have all pairs compare in 64 bits.
 
         It is the same for a row, a column or more. Saturated to 32 bits it compares alike with
-        the other operand, which does not reach the ends of these: see M52 in docs/measured.md.
+        the other operand, which does not reach the ends of these: see M52 in docs/dev/measured.md.
         """
         if item.op not in COMPARISONS or self.names.scalar or not self.deps[item] >= _VARY_BY_PAIR:
             return None
@@ -510,7 +510,7 @@ class Printer:
         if dividend[0] >= 0 and divisor[0] > 0:
             symbol = "//" if item.op is Op.FLOORDIV else "%"
             return Operand(f"({a}) {symbol} ({b})", PRODUCT, kind, bits)
-        # Of 64 bits it is a subroutine on GPUs: see M40 in docs/measured.md.
+        # Of 64 bits it is a subroutine on GPUs: see M40 in docs/dev/measured.md.
         name = "int_floordiv" if item.op is Op.FLOORDIV else "int_mod"
         if kind is OperandKind.BLOCK:
             a, b = (

@@ -2,7 +2,7 @@
 
 A draw takes seven rounds. Each round needs the one before, and running products hold up its
 multiplications. Consumers that draw get nothing else done while the products of a tile run. A
-producer has the time: see M12 in docs/measured.md.
+producer has the time: see M12 in docs/dev/measured.md.
 """
 
 import triton

@@ -156,7 +156,7 @@ def _flags(spec: ModuleSpec) -> Flags:
         "PEELED": spec.config.peeled,
         "EARLY": spec.config.early,
         "ABOVE_128": wide,
-        # A soft cap gains, plain scores lose: see M8 in docs/measured.md.
+        # A soft cap gains, plain scores lose: see M8 in docs/dev/measured.md.
         # Such arrivals order no additions to sums before them.
         "RELEASE_PER_THREAD": not (spec.is_forward or wide or facts.takes_turns)
         and _is_pairwise(placed.slope),

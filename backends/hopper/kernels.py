@@ -39,15 +39,15 @@ tiles of 64 x 128."""
 
 _MOST_WORK_OF_MASK = 40
 """Instructions a pair of a mask beyond which forwards have tiles of 128 x 64: see M39 in
-docs/measured.md."""
+docs/dev/measured.md."""
 
 _FEW_TILES = 16
 """Tiles of 128 keys that work tiles of 128 rows visit at most where these are faster than those of
-192: see M47 in docs/measured.md."""
+192: see M47 in docs/dev/measured.md."""
 
 _MOST_WORK_BESIDE_PARAMS = 30
 """Instructions a pair of a score that reads run-time params, beyond which forwards of D128 spill
-with tiles of 128 x 128: see M36 in docs/measured.md."""
+with tiles of 128 x 128: see M36 in docs/dev/measured.md."""
 
 _STATISTICS = {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 2)}
 """Launch options of the kernels around a backward, by its wider head dim."""
@@ -108,7 +108,7 @@ def _is_mostly_mask(job: Job) -> bool:
     """Return True if most of the program's work for a pair is its mask.
 
     Where there are two loops, registers then spill in that over PARTIAL tiles. One loop would spill
-    in all tiles, and FULL ones would have the mask's work: see M37 in docs/measured.md.
+    in all tiles, and FULL ones would have the mask's work: see M37 in docs/dev/measured.md.
     """
     return 2 * job.work_of_mask > job.work_of_pair
 
@@ -188,8 +188,8 @@ KERNELS: tuple[Kernel, ...] = (
 )
 """The work of a pair beyond ``most_work`` is many times the work of its products, which these
 kernels overlap it with. Their text repeats that work some ten times for 64 pairs a thread. They
-spill hundreds of registers and compile for minutes: see M16 in docs/measured.md. In a forward
-nothing overlaps with what reads the score: see M31 in docs/measured.md."""
+spill hundreds of registers and compile for minutes: see M16 in docs/dev/measured.md. In a forward
+nothing overlaps with what reads the score: see M31 in docs/dev/measured.md."""
 
 
 def _width(job: Job) -> dict[str, int | bool]:

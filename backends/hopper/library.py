@@ -87,7 +87,7 @@ def ramps(begins, steepness, NUMBER: gl.constexpr, SCORES: gl.constexpr):
 def max_of_two_rows(row_max):
     """For each row of a product the larger of its value and of that 8 rows apart: one a thread.
 
-    Rows of their own take 3% longer at D64: see M24 in docs/measured.md.
+    Rows of their own take 3% longer at D64: see M24 in docs/dev/measured.md.
     """
     ROWS: gl.constexpr = row_max.shape[0]
     pairs = gl.reshape(row_max, [ROWS // 16, 2, 8])

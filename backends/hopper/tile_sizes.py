@@ -35,7 +35,7 @@ _BACKWARD = {
 }
 # Two sums of products need the registers of twice as many rows. Early configs add up tangents
 # before their products: tangents of 128 keys, or beside a function of the score, need too many
-# registers. Persistent programs gain at D64, and lose at D128: see M10 in docs/measured.md.
+# registers. Persistent programs gain at D64, and lose at D128: see M10 in docs/dev/measured.md.
 _FORWARD_TANGENT: dict[int, tuple[Config, ...]] = {
     64: (
         Config(128, 128, 4, 2, 2, 240, early=True, persistent=True),
@@ -75,7 +75,7 @@ _MOST_KEYS_OF_SMALL_BACKWARD = 384
 
 
 def has_small_tiles(task: Task, facts: KernelFacts, q_len: int, kv_len: int, masked: bool) -> bool:
-    """Return True if lengths make smaller tiles faster: see M28 and M47 in docs/measured.md.
+    """Return True if lengths make smaller tiles faster: see M28 and M47 in docs/dev/measured.md.
 
     Short rows leave much of the last large tile empty, and programs of few tiles wait for the
     first and the last of them. Where keys alone decide, parts of a call's rows have the tiles of
@@ -121,7 +121,7 @@ def with_few_keys(facts: KernelFacts, configs: tuple[Config, ...]) -> tuple[Conf
     """Forward configs, best first, before which there are those of fewer keys that are faster.
 
     Tiles of 128 columns hold rows of fewer columns as well: then the registers of three consumers
-    suffice, and products take less time than exponentials. See M47 in docs/measured.md.
+    suffice, and products take less time than exponentials. See M47 in docs/dev/measured.md.
     """
     columns = max(facts.head_dim, facts.value_dim)
     if widest(facts) != 128 or not configs[0].persistent:
@@ -141,11 +141,11 @@ def candidates(
     """Configs for a program, best first.
 
     Larger tiles pay, except where a mask leaves few tiles and many of these are PARTIAL (see M4 in
-    docs/measured.md). Backward, a program's own score leaves fewer registers for larger tiles
+    docs/dev/measured.md). Backward, a program's own score leaves fewer registers for larger tiles
     (see M7). In both directions dropout leaves fewer registers, since its producer draws.
 
     Persistent programs hide how items begin and end. Forwards that add something to columns lose by
-    it, and so do forwards of head dim 256. See M5 in docs/measured.md.
+    it, and so do forwards of head dim 256. See M5 in docs/dev/measured.md.
 
     Args:
         task: ``FORWARD`` or ``BACKWARD``.
@@ -159,7 +159,7 @@ def candidates(
     """
     found = CANDIDATES[task][width]
     if own and not dropped:
-        # Without a softmax their sums are no work for that time: see M6 in docs/measured.md.
+        # Without a softmax their sums are no work for that time: see M6 in docs/dev/measured.md.
         found = tuple(sorted(found, key=lambda config: not config.early))
     crowded = dropped or not plain
     if dropped and task is Task.FORWARD:

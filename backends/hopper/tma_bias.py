@@ -71,7 +71,7 @@ def pair_tiles(lowered: Lowered, call: Call, task: Task) -> tuple[PairTile, ...]
     The hardware asks for neighbours along ``kv`` side by side, and for addresses and other strides
     of multiples of 16 bytes. Tensors that lie otherwise are among them where a copy pays. The
     hardware stops with an illegal instruction where a tile begins between two multiples of 16 bytes
-    (see M25 in docs/measured.md). So the position of the first key decides as well.
+    (see M25 in docs/dev/measured.md). So the position of the first key decides as well.
     """
     if call.indexed or not (isinstance(call.q_offset, int) and isinstance(call.kv_offset, int)):
         return ()

@@ -1,7 +1,7 @@
 """Calls that differ in elements and addresses alone, bound to what runs them.
 
 A graph of torch makes such a call between other work, when no code of it is in the processor's
-caches: see M54 in docs/measured.md. So all that they have in common is found out once.
+caches: see M54 in docs/dev/measured.md. So all that they have in common is found out once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def allocator(kind: str) -> Allocator:
     """The allocator of a kind of device, such as ``cuda``.
 
     It is the function by which Inductor's code makes all its tensors, so that it lies in the
-    processor's caches: see M56 in docs/measured.md.
+    processor's caches: see M56 in docs/dev/measured.md.
     """
     found: Allocator | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
     return partial(_empty_strided, kind) if found is None else found

@@ -165,7 +165,7 @@ def with_launcher(compiled: Callable[[], Any]) -> Any:
     """The kernel that ``compiled`` gives, and in Triton's cache the launcher that it will look for.
 
     Before version 3.7 Triton has a C compiler make one for each kernel when it loads it. See M32 in
-    docs/measured.md.
+    docs/dev/measured.md.
     """
     kernel = compiled()
     # What fails here fails again where the kernel is loaded, and is raised there.

@@ -1,8 +1,8 @@
 """Compilations side by side, with each other and with what their caller does meanwhile.
 
 Threads are enough. Triton gives up Python's lock while it lowers a kernel, and ptxas is a process
-of its own: a kernel holds the lock for a twentieth of its compilation. See M30 in docs/measured.md.
-Hopper's kernels take longer than the portable ones: see M60.
+of its own: a kernel holds the lock for a twentieth of its compilation. Hopper's kernels take longer
+than the portable ones. See M30, and see M60, in docs/dev/measured.md.
 
 Non-goals: a limit of time; kernels of a process that ends before they are compiled.
 """
@@ -37,7 +37,7 @@ class Turn:
     """The only thread that writes or reads a kernel's text, which holds Python's lock.
 
     Threads that share the lock would all be through late. In turns, what was begun first, and is
-    waited for first, is lowered while the next text is read. See M55 in docs/measured.md.
+    waited for first, is lowered while the next text is read. See M55 in docs/dev/measured.md.
     """
 
     _only = threading.Lock()

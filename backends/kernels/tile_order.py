@@ -36,12 +36,13 @@ def heads_per_wave(
     wait for each other, and of a group's fewer begin at once. The longest item of the last group
     takes twice the average time, and has to begin as long before the end. So groups have two or
     four items for each that runs at a time, which leaves all programs a long one and a short one. A
-    group has one if more of them would read more than fits the cache. See M13 in docs/measured.md.
+    group has one if more of them would read more than fits the cache: see M13 in
+    docs/dev/measured.md.
 
     Items that take turns may be as many tiles shorter than the ones before as they begin later, if
     their own tiles are no longer than those along the loop. Then all end together, and the next
     ones wait again. Groups as large as the cache take less time in that case, and so do larger ones
-    whose items wait for few others, although they read more: see M43 in docs/measured.md.
+    whose items wait for few others, although they read more: see M43 in docs/dev/measured.md.
     """
     batch, heads, q_len, head_dim = call.q.shape
     kv_heads, kv_len, value_dim = call.k.shape[1], call.k.shape[2], call.v.shape[3]

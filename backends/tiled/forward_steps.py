@@ -104,7 +104,7 @@ class StepOutputs:
         score = scored.final
         peak = score.amax(-1, keepdim=True)
         # As in SDPA: torch's softmax is one pass, and faster than torch.exp (see M22 in
-        # docs/measured.md).
+        # docs/dev/measured.md).
         weights = self._scorer.room(scored.place, span.width)
         torch.softmax(score, -1, out=weights)
         if may_be_subnormal(self._program, weights):

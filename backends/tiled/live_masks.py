@@ -2,7 +2,7 @@
 
 Where a mask depends on the distance ``q - kv`` alone, as causal masks and windows do, the tiles of
 a diagonal have the same live pairs. A call has many such tiles and few diagonals: see M46 in
-docs/measured.md.
+docs/dev/measured.md.
 
 Non-goals: which tiles there are (:mod:`.step_plan`).
 """

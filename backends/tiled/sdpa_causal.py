@@ -11,7 +11,7 @@ tiles side by side have one of one tile between them, two such pairs one of two 
 So ``n`` tiles take ``1 + log2(n)`` calls, since squares of one size lie equally far apart. Which
 squares a row meets, and in which order, depends on its position among the keys alone: rows of a
 part have the bits of the whole where the part begins and ends at tiles. torch's results for a row
-are the same for any number of whole tiles. See M58 in docs/measured.md.
+are the same for any number of whole tiles. See M58 in docs/dev/measured.md.
 
 Non-goals: masks other than ``row + first >= key`` (:mod:`.step_plan`), sinks,
 gradients of captures.

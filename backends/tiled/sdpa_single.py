@@ -2,7 +2,7 @@
 
 A step of decoding has one row, and its cache has another length each time, or room for keys to
 come. To look for tiles and to make a bias for them takes several times what the attention does: see
-M57 in docs/measured.md.
+M57 in docs/dev/measured.md.
 
 Non-goals: scores that are not plain ones, masks with several runs of live keys, masks that read
 tensors or heads (:mod:`.step_plan` has all of these), gradients.

@@ -158,7 +158,7 @@ class Biases:
         return _by_matrices(bias, place), _by_matrices(some, place).squeeze(1)
 
     def _zeros(self, shape: tuple[int, ...], is_kept: bool) -> torch.Tensor:
-        """New zeros, or room that was used before: see M61 in docs/measured.md."""
+        """New zeros, or room that was used before: see M61 in docs/dev/measured.md."""
         if is_kept:
             return self._room.new_zeros(shape)
         for part in self._written:

@@ -204,7 +204,7 @@ def exp_(program: Program, powers: torch.Tensor) -> torch.Tensor:
     """In place, the weights of ``powers``, which are about 0 at most. NaN stays NaN.
 
     Weights of no account are 0. Their powers would make the exponential slow too: see M45 in
-    docs/measured.md.
+    docs/dev/measured.md.
     """
     if not may_be_subnormal(program, powers):
         return powers.exp_()

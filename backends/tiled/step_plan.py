@@ -49,7 +49,7 @@ class Limits:
 
     keys: int
     """Most keys of a span of a whole tile of rows. Fewer rows have longer spans: see M33 in
-    docs/measured.md."""
+    docs/dev/measured.md."""
     pairs: int
     """Most pairs of a span, of all the step's heads (as far as one kv head's queries allow)."""
     full_apart: bool = False
@@ -62,7 +62,7 @@ DEVICE = Limits(SPAN, 1 << 22)
 PLAIN = Limits(SPAN, 1 << 24, full_apart=True)
 """Limits for torch's own attention, which keeps no scores. The bias of a span that a mask decides
 takes memory, and the number of heads that run side by side decides the time. See M50 in
-docs/measured.md."""
+docs/dev/measured.md."""
 
 
 def limits_of(call: Call, plain: bool) -> Limits:

@@ -1,6 +1,6 @@
 """Shapes of the kernels for few rows: which rows are one tile, and how keys are shared out.
 
-The sizes are those of a search on an H100 (``docs/kernels.md``).
+The sizes are those of a search on an H100 (``docs/dev/kernels.md``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ families are full enough."""
 _MOST_MEMBERS = 64
 """Heads of the largest tile."""
 _MOST_LINES = 128
-"""Rows of the largest tile. Each tile of rows reads all keys: see M48 in docs/measured.md."""
+"""Rows of the largest tile. Each tile of rows reads all keys: see M48 in docs/dev/measured.md."""
 _USUAL_LINES, _WIDE_COLUMNS = 64, 256
 """Rows where numbers have 8 bits, which are widened in registers, or more than 16, and where keys
 and values have more columns together: registers or shared memory are too few for more rows."""
@@ -63,7 +63,7 @@ _STAGES_OF_PAGES = (5, 3, 2)
 """Triton shares stages out among loads that wait for each other, those of page numbers and those of
 rows. Of 3 stages rows have 1: the next tile is loaded when this one has been read. Of 5 they have
 2, as many as rows of a dense cache have of 3. Masks that are looked up are slower with 5: see M41
-in docs/measured.md."""
+in docs/dev/measured.md."""
 _WARPS = 4
 _WIDE_WARPS = 8
 """Warps of tiles with more than :data:`_WIDE_ROWS` rows."""
@@ -71,7 +71,7 @@ _WIDE_ROWS = 64
 _NARROW_WARPS = 2
 """Warps of kernels for pages with few rows of :data:`_NARROW_COLUMNS`, and nothing else to load.
 Four programs of 2 warps and 3 stages fit a processor, and load as much ahead as two of 4 warps and
-5 stages. They look each page up half as often. See M44 in docs/measured.md."""
+5 stages. They look each page up half as often. See M44 in docs/dev/measured.md."""
 _NARROW_COLUMNS = range(129, 257)
 """Columns of keys and values together. With more, 2 warps have too few registers; with fewer a tile
 has more keys, and 2 warps take longer: see M44."""

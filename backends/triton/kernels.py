@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..kernels.target import Target
 
 _FOUR_WAVES = (4, 2, 1)
-"""Forwards gain by four: see M14 in docs/measured.md."""
+"""Forwards gain by four: see M14 in docs/dev/measured.md."""
 
 
 def _all_shifted(job: Job) -> dict[str, int | bool]:

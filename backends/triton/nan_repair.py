@@ -6,7 +6,7 @@ another, nor that of rows that belong to none. So behind the kernels of such a c
 the portable family. A program of theirs ends at once if the whole result is finite: a sum of it
 tells, or of what the kernels that made it say. It ends too if its own tile is finite. Otherwise the
 tile is made again, with zeros for rows that are not finite, and weights of NaN for their live
-pairs. Nothing waits for the device, and nothing is copied. See M63 in docs/measured.md.
+pairs. Nothing waits for the device, and nothing is copied. See M63 in docs/dev/measured.md.
 
 Scores, log-sum-exps and gradients of captures need no such kernel: they are made pair by pair, and
 dead pairs are left out by a choice, not by a product.

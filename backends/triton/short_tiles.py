@@ -1,6 +1,6 @@
 """Tile sizes of the kernels for keys that fit: how many keys, in which pieces, and rows of queries.
 
-Preferences were measured on an H200: see M27 in docs/measured.md.
+Preferences were measured on an H200: see M27 in docs/dev/measured.md.
 
 Non-goals: lengths beyond those that a program can hold.
 """
@@ -37,7 +37,7 @@ _FEW_ROWS = 512
 _WARPS = {16: 1, 32: 2, 64: 4}
 """Warps by rows of a query tile."""
 _WARPS_OF_FEW = 2
-"""Warps of a backward of 16 rows and 16 keys: see M47 in docs/measured.md."""
+"""Warps of a backward of 16 rows and 16 keys: see M47 in docs/dev/measured.md."""
 _MOST_WIDTH = 256
 """Columns of the widest rows: wider ones leave no room for tiles of queries."""
 _MOST_WARPS = 8

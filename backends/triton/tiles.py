@@ -74,7 +74,7 @@ class Tiles:
     of_much_work: tuple[tuple[int, int], ...] = _OF_MUCH_WORK
     """(instructions, scores): with more instructions a pair, threads hold at most so many scores.
     The first that applies counts. Then smaller tiles compile in a fraction of the time, spill less,
-    and are mostly faster: see M15 in docs/measured.md."""
+    and are mostly faster: see M15 in docs/dev/measured.md."""
     owns_keys: bool = False
     whole_diagonals: bool = False
     """True if the rows of a tile must be a multiple of its columns."""
@@ -217,7 +217,7 @@ BACKWARD_Q = Tiles(
     },
 )
 # There are two tiles of each of q, k and v, and two of the scores. Only D 128 was measured: see M11
-# in docs/measured.md.
+# in docs/dev/measured.md.
 TANGENT = Tiles(
     dense={
         64: (

@@ -28,7 +28,7 @@ OFFSETS = {name: param(f"${name}_offset", DType.INT) for name in ("q", "kv")}
 """Run-time shifts of logical positions; names that begin with ``$`` are the kernels' own."""
 MAX_DIVISIONS, MAX_CONDITIONS, MAX_FACTOR = 8, 512, 1 << 17
 """Rounded divisions of a convex piece of a set of pairs, conditions of all pieces of a set, and
-factors and divisors in them: see M23 in docs/measured.md."""
+factors and divisors in them: see M23 in docs/dev/measured.md."""
 MAX_NESTED = 5
 """Remainders of remainders: each level doubles the time of single operations of isl, and more."""
 _FACTOR = re.compile(r"(?<!\w)(\d+)\*?(?=[A-Za-z(])|(?:/|mod )(\d+)")

@@ -4,7 +4,7 @@ A count for each query tile says how many work tiles have added to its sums. A w
 the count is the number of those that visit the query tile before it, in the order in which work
 tiles are drawn. So a work tile waits for those alone that were drawn before it, and these never
 wait for it. Some work tile always goes on, however many programs run at a time. For times see M42
-in docs/measured.md.
+in docs/dev/measured.md.
 
 Non-goals: which loops have such numbers (``Sparsity.loop_in_turn``).
 """

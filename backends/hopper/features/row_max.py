@@ -23,7 +23,7 @@ _MOST_EXPONENT = {"bf16": 80.0, "fp16": 10.0}
 """In weights 2^x, and 2^-x, by dtype. Sums of 2^32 weights 2^80, of values up to 2^15, fit fp32."""
 _MIXED = {64: 3, 128: 2, 256: 0}
 """Number of weights in 16, of bounded scores, that are made of multiplications, by head dim: see M3
-in docs/measured.md."""
+in docs/dev/measured.md."""
 
 
 def _is_bounded(spec: ModuleSpec) -> bool:
@@ -48,7 +48,7 @@ def _flags_of_max(spec: ModuleSpec) -> Flags:
         lazy = spec.facts.dtype == "bf16"
     else:
         # If exponents need more than a multiplication, a branch costs more than it saves: see M1 in
-        # docs/measured.md.
+        # docs/dev/measured.md.
         lazy = weights is None and placed.pair.op is Op.SCORE and placed.column is None
     return {"MIXED": _MIXED[widest(spec.facts)] if mixed else 0, "LAZY": lazy}
 
@@ -69,7 +69,7 @@ def comes_by_halves(spec: ModuleSpec) -> bool:
     """Return True if a forward with a fixed maximum has the scores of FULL tiles half by half.
 
     Products of D128 take longer than their exponentials. A soft cap needs twice as many
-    exponentials. Work tiles with few tiles wait when they begin. See M2 in docs/measured.md.
+    exponentials. Work tiles with few tiles wait when they begin. See M2 in docs/dev/measured.md.
     """
     placed = spec.lowered.placed
     plain = placed.pair.op is Op.SCORE and placed.column is None

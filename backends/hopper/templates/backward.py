@@ -111,7 +111,7 @@ def add_query_tile(
     shared = memory.ds.data.index(tile_index & 1)
     shared.slice(PART * KEYS, KEYS, dim=0).store(ds_half)
     ds_operand = gl.convert_layout(ds_half, DS_OPERAND)
-    # dV comes after dS. Earlier is slower, and no other order is faster: see M49 in docs/measured.md.
+    # dV comes after dS. Earlier is slower, and no other order is faster: see M49 in docs/dev/measured.md.
     adding_v = warpgroup_mma(p_half, do_tile, dv, is_async=True)
     fence_async_shared()
     if STORES_DS and PART == 0:
@@ -139,7 +139,7 @@ def add_query_tile(
         own = (head_row + first) * D
     else:
         # This address needs fewer registers, and other values would be spilled for them. With tiles
-        # of 64 rows it is the slower one. See M9 in docs/measured.md.
+        # of 64 rows it is the slower one. See M9 in docs/dev/measured.md.
         own = head_row * D + gl.to_tensor(q_index).to(gl.int64) * (BLOCK_M * D)
     if TAKES_TURNS:
         consumer_wait(memory.turns, slot)

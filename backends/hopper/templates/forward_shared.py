@@ -310,7 +310,7 @@ def normalise(total, row_max, rows, factors, work):
     total = gl.where(empty, 1.0, total)
     if not (WIDE or BOUNDED):
         # Beyond, rounding errors of maxima are exponents that weights have no room for. All weights
-        # of such a row may be 0, as of one with no live pair. See M64 in docs/measured.md.
+        # of such a row may be 0, as of one with no live pair. See M64 in docs/dev/measured.md.
         too_far = (gl.abs(row_max) > MOST_PEAK) & (gl.abs(row_max) < float("inf"))
         total = gl.where(too_far, float("nan"), total)
     rest = gl.log(total) + lost

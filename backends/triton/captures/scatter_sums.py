@@ -16,7 +16,7 @@ error is then 2^-31 of that sum at 2^20 rows, in a term that is mostly one of th
 scores are some 2^3 times smaller than the norms of their rows say. Infinities and NaN are not part
 of the sums: what they are at each element is noted, in any order too.
 
-Additions to memory are what takes the time (see M51 in docs/measured.md). Where no index of any
+Additions to memory are what takes the time (see M51 in docs/dev/measured.md). Where no index of any
 lookup tells batch entries apart, or heads, pairs at the same positions meet in the same element. A
 program then sums these up in fp32, in order, and adds each sum once. Such a sum has the error of an
 fp32 sum of its terms.

@@ -16,7 +16,7 @@ def pages_of(first, keys):
 
     A wrong page number is some page of the pool. What a number is within its page is the same for
     all tiles where pages are parts of tiles, and rests on one division where tiles are parts of
-    pages. Each thread does this for many keys: see M48 in docs/measured.md.
+    pages. Each thread does this for many keys: see M48 in docs/dev/measured.md.
     """
     place = tl.arange(0, BLOCK_N)
     exists = first + place < keys.length
