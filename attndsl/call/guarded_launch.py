@@ -22,6 +22,7 @@ from attndsl.backends.log_sum import public_lse
 from attndsl.foundation.scalars import number_key
 
 from .autograd import ALIGNED, gradients_of_saved, is_recorded, modes_on
+from .batched_gradients import refuse_vectorized
 from .chunked_autograd import is_transformed
 from .distributed_checks import OF_TORCH
 from .double_backward import wants_of
@@ -78,8 +79,8 @@ class _Guard:
 class GuardedLaunch:
     """Launches of calls that differ in elements and addresses alone, bound once.
 
-    A look-up of the launch and of its arguments takes most of the host's time of a call. What they
-    have in common is found out once (see M54 in docs/dev/measured.md).
+    A look-up of the launch and of its arguments takes most of the host's time of a call: see M54 in
+    docs/dev/measured.md. What they have in common is found out once. For the guard see M65.
     """
 
     __slots__ = (
@@ -168,6 +169,7 @@ class GuardedLaunch:
         for bound in self._backwards:
             if bound.takes(needs, given):
                 return bound.run(given)
+        refuse_vectorized(grad_out, grad_lse)
         if len(self._backwards) < _MOST_BACKWARDS and self._is_bindable(given):
             bound = _GuardedBackward(self._known, needs, given)
             self._backwards = *self._backwards, bound

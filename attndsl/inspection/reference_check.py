@@ -1,7 +1,7 @@
 """Calls held to the reference in fp64: their results and all their gradients.
 
-The method is that of the tests (docs/dev/architecture.md, "Verification"): on average a result may be a
-number of times as far from the reference in fp64 as the reference in the same dtype is, and no
+The method is that of the tests (docs/dev/architecture.md, "Verification"): on average a result may
+be a number of times as far from the reference in fp64 as the reference in the same dtype is, and no
 element may be further off than rounding explains in its own row (:mod:`.tolerance`).
 """
 

@@ -1,8 +1,8 @@
 """Launching a kernel without Triton's Python around it, and its descriptors encoded once.
 
-Triton encodes the tensor map of each descriptor at each launch (see M17 in docs/dev/measured.md). This
-module keeps tensor maps by address, and calls the C function beneath with exactly what Triton would
-pass to it.
+Triton encodes the tensor map of each descriptor at each launch (see M17 in docs/dev/measured.md).
+This module keeps tensor maps by address, and calls the C function beneath with exactly what Triton
+would pass to it.
 """
 
 from __future__ import annotations

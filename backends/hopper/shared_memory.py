@@ -49,7 +49,8 @@ def query_slots(facts: KernelFacts, config: Config) -> int:
 def deepened(facts: KernelFacts, config: Config) -> Config:
     """A forward's config with a third stage, where there is room beside rows of two work tiles.
 
-    Keys of the next work tile then come while the consumers compute: see M47 in docs/dev/measured.md.
+    Keys of the next work tile then come while the consumers compute: see M47 in
+    docs/dev/measured.md.
     """
     more = replace(config, stages=max(config.stages, 3))
     return more if query_slots(facts, more) == 2 else config

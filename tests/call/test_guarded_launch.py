@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -274,6 +277,31 @@ def test_second_derivatives_of_a_bound_call():
     for _ in range(3):
         attention(q, k, v)
         torch.testing.assert_close(second(attention), second(reference), atol=1e-4, rtol=1e-4)
+
+
+def test_batched_gradients_of_a_bound_call_are_refused():
+    attention, (q, k, v) = attndsl.compile("causal()", backend="triton"), drawn()
+    learned = q.clone().requires_grad_()
+    for _ in range(4):
+        out = attention(learned, k, v)
+        with pytest.raises(attndsl.errors.UnsupportedError, match="is_grads_batched"):
+            torch.autograd.grad(out, learned, torch.randn(3, *out.shape), is_grads_batched=True)
+        torch.autograd.grad(attention(learned, k, v).sum(), learned)
+
+
+def test_a_bound_launch_holds_no_tensors():
+    attention, operands = attndsl.compile(TEXT, backend="triton"), list(drawn())
+    gain = torch.rand(4)
+    operands[0].requires_grad_()
+    for _ in range(3):
+        attention(*operands, gain=gain, w=0.5).sum().backward()
+    seen = [weakref.ref(x) for x in (*operands, gain)]
+    del operands, gain
+    gc.collect()
+    assert [x() for x in seen] == [None] * 4
+    held = weakref.ref(attention)
+    del attention
+    assert held() is None
 
 
 def test_values_changed_in_place_are_read(forwards):

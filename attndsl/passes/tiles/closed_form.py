@@ -37,7 +37,7 @@ MAX_OPERATIONS = 200_000
 """isl's own count of operations on sets: see M23 in docs/dev/measured.md."""
 MAX_DISJOINT, MAX_CONSTRAINTS = 24, 256
 """Disjoint pieces of a set that isl writes code for, and constraints of all of them. Both bound the
-time of isl: see M23 in docs/dev/measured.md. A set of 12 segments seldom has more than 12 pieces."""
+time of isl: see M23 in docs/dev/measured.md. A set of 12 segments seldom has more pieces."""
 MAX_DIVISIONS, MAX_UNKNOWN = 24, 2
 """Rounded divisions of one convex piece of a set of tiles, and those of one before isl has found
 out what they are of: see M23 in docs/dev/measured.md."""
