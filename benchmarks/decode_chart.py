@@ -191,9 +191,9 @@ def _notes(rows: list[decoding.Row]) -> list[str]:
         "A copy writes half of its bytes, decoding next to none.",
     ]
     for system in COLOURS:
-        far = [f"{quotient:.1f} ({at})" for at, quotient in _far(rows, system)]
+        far = [f"{quotient:.1f}x ({at})" for at, quotient in _far(rows, system)]
         if far:
-            notes.append(f"{decoding.SYSTEMS[system]} takes {_listed(far)} times as long.")
+            notes.append(f"Faster than {decoding.SYSTEMS[system]}: {_listed(far)}.")
     return [*notes, *_missing(rows)]
 
 

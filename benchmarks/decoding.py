@@ -28,13 +28,10 @@ REASONS = {
 FAILED = "failed"
 FEW_BYTES = 1 << 24
 """Calls that read fewer wait for more than memory, and are compared by time."""
-MEANINGS = (
-    "`eager` is the time of the same calls from Python, so it includes what the host needs. "
-    "TB/s count live bytes: keys and values that some query may see, queries, and output"
-)
+MEANINGS = "TB/s count live bytes: keys and values that some query may see, queries, and output"
 ABSENT = (
-    "`cannot`: the system has no such score, or no sinks. `failed`: the benchmark did not get the "
-    "system to run the row."
+    "`cannot`: the system has no such score, or no sinks. `failed`: the system did not run the row "
+    "in this benchmark."
 )
 
 
@@ -69,13 +66,13 @@ def decode_tables(results: Mapping[str, Any] | None) -> str:
         return ""
     rows = calls(results["rows"])
     copy = copy_tbs(results)
-    of_copy = f" A copy has {copy:.2f} TB/s, what it reads and what it writes." if copy else ""
+    of_copy = f" A copy reaches {copy:.2f} TB/s, reads and writes together." if copy else ""
     device = _table(rows, SYSTEMS, "device", ("of the copy", lambda row: _number(row["of_copy"])))
     best = ("best peer / attndsl", lambda row: _number(row["best_eager"]))
     eager = _table(rows, SYSTEMS, "eager", best)
     return "\n\n".join([
         f"{_head(results)} Device time of one call in a CUDA graph. {MEANINGS}.{of_copy} {ABSENT}",
-        device, "The same rows, called from Python:", eager,
+        device, "The same calls from Python, with the host's time:", eager,
     ])  # fmt: skip
 
 
@@ -86,33 +83,34 @@ def serving_tables(results: Mapping[str, Any] | None) -> str:
     rows = calls(results["rows"])
     quotient = ("dense / pages", lambda row: _number(row["of_dense"]))
     return "\n\n".join([
-        f"{_head(results)} Device time of one step in a CUDA graph. `pages` are the kernels that "
-        "read pages, `planned` the same with a plan that was made before, `gathered` is the "
-        "default of `serve`, and `dense` are the kernels for few rows over a cache without pages, "
-        "in bf16. FlashInfer, where it was there, runs its paged FA2 kernels, planned before. "
-        f"{MEANINGS}, in the dtype of the pages: at the row `fp8`, `dense` reads twice as many.",
-        _table(rows, WAYS, "device", quotient), "The same rows, called from Python:",
+        f"{_head(results)} Device time of one step in a CUDA graph. `pages` reads keys through the "
+        "page table, `planned` does so with a plan made in advance, `gathered` is the default of "
+        "`serve`, and `dense` runs the decode kernels over a bf16 cache without pages. FlashInfer "
+        f"runs its paged FA2 kernels, with a plan made in advance. {MEANINGS}, in the dtype of the "
+        "pages: in the row `fp8`, `dense` reads twice as many bytes.",
+        _table(rows, WAYS, "device", quotient),
+        "The same steps from Python, with the host's time:",
         _table(rows, WAYS, "eager", None),
     ])  # fmt: skip
 
 
 def plain_decoding(rows: Rows) -> str:
     """Plain scores and one query, beside both peers."""
-    found = [row for row in calls(rows) if _is_plain(row)]
+    found = [row for row in calls(rows) if is_plain(row)]
     sdpa, flex = (ratios(found, system, "device") for system in ("sdpa", "flex"))
     return (
-        f"SDPA takes {span(sdpa)} times as long, {geometric_mean(sdpa):.2f} in the geometric mean "
-        f"of {len(sdpa)} shapes, and is faster at {_behind(sdpa)}; FlexAttention takes "
-        f"{span(flex)} times as long, and is faster at {_behind(flex)}"
+        f"{versus(sdpa, 'SDPA')}, {geometric_mean(sdpa):.2f}x in the geometric mean of "
+        f"{len(sdpa)} shapes (SDPA is faster at {_behind(sdpa)}); {versus(flex, 'FlexAttention')} "
+        f"(FlexAttention is faster at {_behind(flex)})"
     )
 
 
 def masked_decoding(rows: Rows) -> str:
     """Calls for which SDPA has no kernel of its own."""
-    found = [row for row in calls(rows) if not _is_plain(row)]
+    found = [row for row in calls(rows) if not is_plain(row)]
     sdpa, flex = (ratios(found, system, "device") for system in ("sdpa", "flex"))
-    other = f"takes {span(flex)} times as long" if flex else "has no figure"
-    return f"SDPA takes {span(sdpa)} times as long ({count(sdpa)}); FlexAttention {other} there"
+    other = versus(flex, "FlexAttention") if flex else "no figure for FlexAttention"
+    return f"{versus(sdpa, 'SDPA')} ({count(sdpa)}); {other}"
 
 
 def scores(rows: Rows) -> str:
@@ -128,8 +126,8 @@ def scores(rows: Rows) -> str:
         for row in calls(rows)
         if row["program"] not in (PLAIN, "window")
     ]
-    found = [time / least for time, least in pairs if time and least]
-    return f"a call takes {span(found)} times as long as the plain one ({count(found)})"
+    found = [least / time for time, least in pairs if time and least]
+    return f"{versus(found, 'the plain program')} ({count(found)})"
 
 
 def bandwidth(rows: Rows) -> str:
@@ -137,41 +135,37 @@ def bandwidth(rows: Rows) -> str:
     found = [row["of_copy"] for row in calls(rows) if row["live_bytes"] >= FEW_BYTES]
     shares = [share for share in found if share]
     few = [
-        f"`{row['name']}`, which reads {row['live_bytes'] / 1e6:.0f} MB, "
-        f"takes {row['attndsl_device']:.1f} us"
+        f"`{row['name']}` reads {row['live_bytes'] / 1e6:.0f} MB in {row['attndsl_device']:.1f} us"
         for row in calls(rows)
         if row["live_bytes"] < FEW_BYTES and row.get("attndsl_device")
     ]
     rest = "".join(f"; {said}" for said in few)
-    return f"{span(shares)} of the bandwidth of a copy ({count(shares)}){rest}"
+    return f"{span(shares)} the bandwidth of a copy ({count(shares)}){rest}"
 
 
 def eager_decoding(rows: Rows) -> str:
     """With the part of the host."""
-    found = [row["best_eager"] for row in calls(rows) if _is_plain(row) and row["best_eager"]]
-    return (
-        f"with what the host needs, the faster one of SDPA and FlexAttention takes {span(found)} "
-        f"times as long ({count(found)})"
-    )
+    found = [row["best_eager"] for row in calls(rows) if is_plain(row) and row["best_eager"]]
+    return f"{versus(found, 'the faster of SDPA and FlexAttention')} ({count(found)})"
 
 
 def beside_dense(rows: Rows) -> str:
     """Pages beside a dense cache."""
     found = [row["of_dense"] for row in rows if row["of_dense"]]
-    return f"a dense cache takes {span(found)} times as long ({count(found)})"
+    return f"{versus(found, 'a dense cache')} ({count(found)})"
 
 
 def beside_flashinfer(rows: Rows) -> str:
     """The kernels that read pages beside those of FlashInfer."""
     found = ratios_of(rows, "flashinfer", "pages")
-    return f"FlashInfer takes {span(found)} times as long ({count(found)})"
+    return f"{versus(found, 'FlashInfer')} ({count(found)})"
 
 
 def with_a_plan(rows: Rows) -> str:
     """What a plan saves the host, where the host is slower than the GPU."""
     few = [row for row in rows if row["live_bytes"] < FEW_BYTES]
     found = ratios_of(few, "pages", "planned", "eager")
-    return f"a step without one takes {span(found)} times as long ({count(found)})"
+    return f"{versus(found, 'a step without a plan')} ({count(found)})"
 
 
 def ratios_of(rows: Rows, system: str, beside: str, kind: str = "device") -> list[float]:
@@ -183,52 +177,45 @@ def ratios_of(rows: Rows, system: str, beside: str, kind: str = "device") -> lis
 def beside_gathered(rows: Rows) -> str:
     """Pages beside gathered keys, which are what calls get that ask for nothing."""
     found = ratios_of(rows, "gathered", "pages")
-    return f"gathering keys, the default, takes {span(found)} times as long ({count(found)})"
+    return f"{versus(found, 'gathering keys, the default')} ({count(found)})"
 
 
 ANSWERS: tuple[tuple[str, str, Callable[[Rows], str]], ...] = (
     ("Decoding with one query, plain scores, device time", DECODE, plain_decoding),
     ("Decoding with one query, plain scores, from Python", DECODE, eager_decoding),
     (
-        "Decoding with more queries, a window, or lengths of requests, device time",
+        "Decoding with more queries, a window, scores, or several lengths, device time",
         DECODE, masked_decoding,
     ),
     ("Decoding with scores or sinks, device time", DECODE, scores),
-    ("Decoding beside a copy in memory", DECODE, bandwidth),
+    ("Decoding, bandwidth", DECODE, bandwidth),
     ("Serving over pages, device time", SERVING, beside_dense),
     ("Serving over pages, device time", SERVING, beside_gathered),
     ("Serving over pages, device time", SERVING, beside_flashinfer),
-    ("A plan of steps with few keys, from Python", SERVING, with_a_plan),
+    ("Serving with a plan, few keys, from Python", SERVING, with_a_plan),
 )  # fmt: skip
 """A question, its result file, and what answers it, in the order of the tables."""
 
 
-def points(results: Mapping[str, Any] | None) -> str:
-    """The answers of a file as a list, with the machine."""
-    if results is None:
-        return ""
-    lines = [
-        f"- {question}: {answer(results['rows'])}."
-        for question, file, answer in ANSWERS
-        if file == results["benchmark"]
-    ]
-    return "\n".join([f"On one {results['machine']}, {results['date']}:", "", *lines])
+def points(*files: Mapping[str, Any] | None) -> str:
+    """The answers of files as a list, with the machine: how fast attndsl is.
 
-
-def in_short(results: Mapping[str, Any] | None) -> str:
-    """Two sentences for the README."""
-    if results is None:
+    Raises:
+        ValueError: The files are of several machines.
+    """
+    found = [results for results in files if results is not None]
+    if not found:
         return ""
-    plain = [row for row in calls(results["rows"]) if _is_plain(row)]
-    rest = [row for row in calls(results["rows"]) if not _is_plain(row)]
-    sdpa, flex = (ratios(plain, system, "device") for system in ("sdpa", "flex"))
-    return (
-        f"Decoding on one {results['machine']}, {results['date']}, device time: with one query and "
-        f"plain scores SDPA takes {span(sdpa)} times as long as attndsl and FlexAttention "
-        f"{span(flex)} times ({len(plain)} shapes, SDPA is faster at {_behind(sdpa)}). SDPA takes "
-        f"{span(ratios(rest, 'sdpa', 'device'))} times as long with more queries, a window, or "
-        "requests of several lengths."
-    )
+    machines = {results["machine"] for results in found}
+    if len(machines) != 1:
+        raise ValueError(f"the files are of several machines: {sorted(machines)}")
+    answers: dict[str, list[str]] = {}
+    for results in found:
+        for question, file, answer in ANSWERS:
+            if file == results["benchmark"]:
+                answers.setdefault(question, []).append(answer(results["rows"]))
+    lines = [f"- {question}: {'; '.join(said)}." for question, said in answers.items()]
+    return "\n".join([f"attndsl on one {machines.pop()}:", "", *lines])
 
 
 def of_memory(decode: Mapping[str, Any] | None, serving: Mapping[str, Any] | None) -> str:
@@ -236,10 +223,15 @@ def of_memory(decode: Mapping[str, Any] | None, serving: Mapping[str, Any] | Non
     if decode is None or serving is None:
         return ""
     return (
-        f"On one {decode['machine']} the kernels for few rows have {bandwidth(decode['rows'])}. "
-        f"On one {serving['machine']}, beside the kernels that read [pages](#pages), "
+        f"On one {decode['machine']} the kernels for few rows reach {bandwidth(decode['rows'])}. "
+        f"On one {serving['machine']} the kernels that read [pages](#pages) run at "
         f"{beside_dense(serving['rows'])}."
     )
+
+
+def is_plain(row: Row) -> bool:
+    """Whether it has plain scores, one query, and one length for all requests."""
+    return row["program"] == PLAIN and row["q_len"] == 1 and not row["ragged"]
 
 
 def ratios(rows: Iterable[Row], system: str, kind: str) -> list[float]:
@@ -248,15 +240,37 @@ def ratios(rows: Iterable[Row], system: str, kind: str) -> list[float]:
 
 
 def span(values: Sequence[float]) -> str:
-    """The least and the greatest of some numbers, in words.
+    """The least and the greatest of some factors, in words.
 
     Raises:
         ValueError: There are none.
     """
     if not values:
         raise ValueError("no row of a result file answers a question: it has to have all rows")
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    low, high = f"{min(values):.2f}x", f"{max(values):.2f}x"
     return low if low == high else f"{low} to {high}"
+
+
+def versus(speeds: Sequence[float], other: str) -> str:
+    """Speeds relative to those of something else, in words.
+
+    Args:
+        speeds: 2 where it takes twice as long as attndsl.
+        other: What it is.
+
+    Raises:
+        ValueError: There are none.
+    """
+    return f"{span(speeds)} the speed of {other}"
+
+
+def conditions(results: Mapping[str, Any]) -> str:
+    """Machine, versions and commit of a result file."""
+    versions = results["versions"]
+    software = [f"torch {versions['torch']}", f"Triton {versions['triton']}"]
+    if versions["cudnn"] is not None:
+        software.append(f"cuDNN {versions['cudnn'] // 10000}.{versions['cudnn'] // 100 % 100}")
+    return f"{results['machine']}; {', '.join(software)}; commit {versions['commit'][:7]}."
 
 
 def count(found: Sequence[float]) -> str:
@@ -264,16 +278,12 @@ def count(found: Sequence[float]) -> str:
     return "1 case" if len(found) == 1 else f"{len(found)} cases"
 
 
-def _is_plain(row: Row) -> bool:
-    return row["program"] == PLAIN and row["q_len"] == 1 and not row["ragged"]
-
-
 def _behind(found: Sequence[float]) -> int:
     return sum(ratio < 1.0 for ratio in found)
 
 
 def _head(results: Mapping[str, Any]) -> str:
-    return f"`{results['benchmark']}.json`: one {results['machine']}, {results['date']}."
+    return f"`{results['benchmark']}.json`: one {conditions(results)}"
 
 
 def _table(

@@ -41,7 +41,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 HELPERS = (
     "bundles", "chart", "columns", "commits", "common", "comparison", "decode_chart", "decoding",
-    "exponentials", "kept_rows", "lanes", "rounds", "run", "scaling", "scaling_parts",
+    "exponentials", "kept_rows", "lanes", "relative", "rounds", "run", "scaling", "scaling_parts",
     "scaling_peers", "scaling_picture", "scaling_profile", "scaling_programs", "scaling_run",
     "scaling_times", "scaling_told", "speed", "summary", "table", "turns", "worker",
 )  # fmt: skip

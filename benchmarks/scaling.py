@@ -46,7 +46,7 @@ from scaling_programs import (
     reach_of_documents,
 )
 from scaling_run import SYSTEMS, Asked, done_in, run
-from scaling_told import merged, table_of_measured
+from scaling_told import errors_of_simulation, merged, table_of_measured, table_of_predicted
 
 import attndsl
 from attndsl.parallel import Machine, Shape
@@ -60,16 +60,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
-PAGE, PICTURE = ROOT / "docs" / "scale.md", ROOT / "docs" / "scale.svg"
+PAGE, PICTURE = ROOT / "docs" / "results" / "scaling.md", ROOT / "docs" / "scale.svg"
 SIMULATED, MEASURED = RESULTS / "scaling_simulated.json", RESULTS / "scaling.json"
 PLANNED = RESULTS / "scaling_plans.json"
 BEGIN, END = "<!-- simulated: begin -->", "<!-- simulated: end -->"
 MEASURED_BEGIN, MEASURED_END = "<!-- measured: begin -->", "<!-- measured: end -->"
+PREDICTED_BEGIN, PREDICTED_END = "<!-- predicted: begin -->", "<!-- predicted: end -->"
 PLANS_BEGIN, PLANS_END = "<!-- plans: begin -->", "<!-- plans: end -->"
 TILES = "sparse_attention.json"
 """The result file with the times of tiles."""
 FIXED = ("contiguous", "head_tail")
 LAYOUTS = ("contiguous", "head_tail", "balanced")
+SHOWN = (8, 64, 1024)
+"""Numbers of ranks that the page shows. The result file and the picture have others too."""
 
 
 def seconds_of_tiles() -> dict[str, float]:
@@ -139,11 +142,11 @@ def simulated(
 def table(rows: list[dict[str, Any]]) -> str:
     """The layout of each program that is fastest, by number of ranks, in Markdown."""
     lines = [
-        "| program | ranks | layout | slowest / mean | keys fetched | MB at most | ms "
-        "| of perfect |",
+        "| program | GPUs | layout | slowest / mean | keys fetched | MB at most | step, ms "
+        "| efficiency |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for row in best_rows(rows):
+    for row in (row for row in best_rows(rows) if row["ranks"] in SHOWN):
         lines.append(
             f"| {row['program']} | {row['ranks']:,} | {row['layout']} | {row['imbalance']:.2f} | "
             f"{row['fetched']:.1%} | {row['megabytes']:,.0f} | {row['milliseconds']:.1f} | "
@@ -210,12 +213,11 @@ def plans(
 def table_of_plans(rows: list[dict[str, Any]]) -> str:
     """Times and buffers of plans, in Markdown."""
     lines = [
-        "| program | ranks | layout | ms | what rows see | who holds them | routes | buffer, GB |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| program | GPUs | layout | plan, ms | buffer, GB |",
+        "| --- | ---: | --- | ---: | ---: |",
     ]
     lines += [
         f"| {row['program']} | {row['ranks']:,} | {row['layout']} | {row['plan_ms']:.1f} | "
-        f"{row['reach_ms']:.1f} | {row['layout_ms']:.1f} | {row['routes_ms']:.1f} | "
         f"{row['buffer_gb']:.2f} |"
         for row in rows
     ]
@@ -295,12 +297,13 @@ def write_measured(files: list[Path], writes: bool) -> None:
     """Print the table of what was measured, with the rows of ``files``; and write both."""
     data = [json.loads(path.read_text("utf-8")) for path in (MEASURED, *files)]
     rows = merged([x["rows"] for x in data]) if files else data[0]["rows"]
-    text = table_of_measured(rows)
-    print(text)
+    text, errors = table_of_measured(rows), errors_of_simulation(rows)
+    print(text, table_of_predicted(rows), errors, sep="\n\n")
     if writes:
         if files:
             MEASURED.write_text(json.dumps({**data[-1], "rows": rows}, indent=1) + "\n", "utf-8")
         put(text, MEASURED_BEGIN, MEASURED_END)
+        put(errors, PREDICTED_BEGIN, PREDICTED_END)
 
 
 def write(rows: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""The picture docs/scale.svg: how much of perfect is left, by number of ranks."""
+"""The picture docs/scale.svg: simulated efficiency by number of ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def draw(rows: list[dict[str, Any]], ranks: tuple[int, ...]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {TOP + PANEL + 50}" '
         'font-family="system-ui, sans-serif" font-size="13" fill="#57606a">',
-        f"<title>{escape('Simulated: part of perfect that is left, by number of GPUs')}</title>",
-        f'<text x="{LEFT}" y="24" font-size="15">Simulated, not measured: 8,192 tokens a GPU, '
+        f"<title>{escape('Simulated efficiency by number of GPUs')}</title>",
+        f'<text x="{LEFT}" y="24" font-size="15">Simulated, not measured: 8,192 tokens per GPU, '
         "no overlap</text>",
     ]
     for percent in (0, 25, 50, 75, 100):

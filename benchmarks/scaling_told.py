@@ -33,6 +33,8 @@ HELD = r".* each: (\w+), in chunks"
 """The layout that ``explain`` names."""
 KEY = ("program", "heads", "ranks", "tokens")
 """What tells rows apart."""
+SHOWN = "32,8"
+"""Heads of the rows that the page shows. The result file has rows of others too."""
 
 
 def prediction(row: dict[str, Any]) -> dict[str, Any]:
@@ -132,47 +134,59 @@ def shares(row: dict[str, Any]) -> dict[str, float]:
 
 
 def table_of_measured(rows: list[dict[str, Any]]) -> str:
-    """Three parts in Markdown: figures, what was predicted and torch has, and why some are missing.
+    """Figures of the rows that the page shows, in Markdown, and why some are missing.
 
     A backward has as many times a forward's operations on one GPU as on several.
     """
-    rows = completed(rows)
+    rows = [row for row in completed(rows) if row["heads"] == SHOWN]
     lines = [
-        "| program | heads | GPUs | tokens of each | forward, ms | step, ms "
-        "| TFLOP/s a GPU, forward | backward | forward, of one GPU | step, of one GPU "
-        "| both in CUDA graphs |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| program | GPUs | tokens per GPU | forward, ms | step, ms | forward, TFLOP/s per GPU "
+        "| backward, TFLOP/s per GPU | forward efficiency | step efficiency "
+        "| step efficiency in CUDA graphs | step vs. SDPA ring | step vs. FlexAttention |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
+        head = f"| {row['program']} | {row['ranks']} | {row['tokens']:,} |"
         if "attndsl_step_ms" not in row:
-            lines.append(f"{_head(row)} - | - | - | - | - | - | - |")
+            lines.append(f"{head} - | - | - | - | - | - | - | - | - |")
             continue
-        found = shares(row)
-        lines.append(
-            f"{_head(row)} {row['attndsl_forward_ms']:.2f} | {row['attndsl_step_ms']:.2f} | "
-            f"{found['forward']:.0f} | {found['backward']:.0f} | {found['forward_kept']:.2f} | "
-            f"{found['step_kept']:.2f} | {_in_graphs(found)} |"
-        )
-    lines += [
-        "",
-        "| program | heads | GPUs | tokens of each | forward predicted, ms | measured for it "
-        "| step predicted, ms | measured for it | MB received | exposed in a step, ms "
-        "| step of torch's SDPA, ms | step of torch's Flex, ms |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        found, step = shares(row), row["attndsl_step_ms"]
+        kept = [found.get(x) for x in ("forward_kept", "step_kept", "graph_step_kept")]
+        cells = [
+            f"{row['attndsl_forward_ms']:.2f}", f"{step:.2f}",
+            f"{found['forward']:.0f}", f"{found['backward']:.0f}",
+            *("-" if x is None else f"{x:.0%}" for x in kept),
+            *(_faster(row.get(f"{x}_step_ms"), step) for x in PEERS),
+        ]  # fmt: skip
+        lines.append(f"{head} {' | '.join(cells)} |")
+    return "\n".join([*lines, *_reasons(rows)])
+
+
+def table_of_predicted(rows: list[dict[str, Any]]) -> str:
+    """All rows beside what the simulation says, in Markdown."""
+    lines = [
+        "| program | heads | GPUs | tokens per GPU | forward predicted, ms | measured / predicted "
+        "| step predicted, ms | measured / predicted | MB received | exposed in a step, ms |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for row in rows:
+    for row in completed(rows):
         if "attndsl_step_ms" not in row:
             continue
-        found = shares(row)
-        exposed = row.get("attndsl_step_profile", {}).get("exposed_ms")
+        found, exposed = shares(row), row.get("attndsl_step_profile", {}).get("exposed_ms")
         lines.append(
             f"{_head(row)} {row['predicted_forward_ms']:.2f} | {1 + found['forward_error']:.2f} | "
             f"{row['predicted_step_ms']:.2f} | {1 + found['step_error']:.2f} | "
-            f"{row['predicted_megabytes']:,.0f} | {_number(exposed)} | "
-            f"{_number(row.get('torch_sdpa_step_ms'))} | "
-            f"{_number(row.get('torch_flex_step_ms'))} |"
+            f"{row['predicted_megabytes']:,.0f} | "
+            f"{'-' if exposed is None else f'{exposed:.2f}'} |"
         )
-    return "\n".join([*lines, "", *_error_lines(rows), *_reasons(rows)])
+    return "\n".join(lines)
+
+
+def _faster(theirs: float | None, ours: float) -> str:
+    """How fast a step is relative to torch's, in a cell."""
+    if theirs is None:
+        return "-"
+    return f"{theirs / ours:.2f}x" if theirs < 10 * ours else f"{theirs / ours:.0f}x"
 
 
 def _in_graphs(found: dict[str, float]) -> str:
@@ -188,12 +202,9 @@ def _head(row: dict[str, Any]) -> str:
     return f"| {row['program']} | {heads} | {gpus} | {row['tokens']:,} |"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _error_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """How far the simulation is off, by number of GPUs."""
+def errors_of_simulation(rows: list[dict[str, Any]]) -> str:
+    """How far the simulation is off in all rows, by number of GPUs."""
+    rows = completed(rows)
     lines = []
     timed = [row for row in rows if "attndsl_step_ms" in row]
     for ranks in sorted({row["ranks"] for row in timed}):
@@ -202,11 +213,11 @@ def _error_lines(rows: list[dict[str, Any]]) -> list[str]:
             found = [shares(x)[f"{part}_error"] for x in timed if x["ranks"] == ranks]
             near = sum(abs(x) <= 0.1 for x in found)
             texts.append(
-                f"a {part} takes {1 + min(found):.2f} to {1 + max(found):.2f} of the prediction, "
-                f"and {near} of {len(found)} are within 10% of it"
+                f"a {part} takes {1 + min(found):.2f}x to {1 + max(found):.2f}x the predicted time "
+                f"({near} of {len(found)} within 10%)"
             )
-        lines.append(f"The simulation's error on {ranks} GPUs: {'; '.join(texts)}.")
-    return lines
+        lines.append(f"On {ranks} GPUs {'; '.join(texts)}.")
+    return "\n".join(lines)
 
 
 def _reasons(rows: list[dict[str, Any]]) -> list[str]:
@@ -219,7 +230,7 @@ def _reasons(rows: list[dict[str, Any]]) -> list[str]:
                 text = f"{row['program']} ({row['ranks']} x {row['tokens']:,})"
                 whose.setdefault((system or "attndsl", why), []).append(text)
     lines = [
-        f"- No figure of `{system}`: {why.rstrip('.')}. Of {', '.join(texts)}."
+        f"- `{system}` has no figure for {', '.join(texts)}: {why.rstrip('.')}."
         for (system, why), texts in whose.items()
     ]
     return ["", *lines] if lines else []

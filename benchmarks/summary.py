@@ -8,7 +8,7 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 import decoding
-from decoding import count, span
+from decoding import count, span, versus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +19,23 @@ _PLAIN = ("full", "causal")
 _MASKS = ("causal", "documents1000", "neighbourhood128x6", "window1024", "prefix1024")
 _LEARNED = ("gain", "key_bias", "query_bias", "relative", "full_bias", "buckets")
 _SHORT = 512
+NO_OTHER = "-"
+"""What the table has where attndsl is compared with itself alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading of a page of docs/results."""
+
+    page: str
+    """Name of the page, without its ending."""
+    heading: str
+
+    @property
+    def link(self) -> str:
+        """The way from docs/benchmarks.md, with the anchor that GitHub makes of a heading."""
+        words = re.sub(r"[^\w -]", "", self.heading.lower())
+        return f"results/{self.page}.md#{words.replace(' ', '-')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +45,28 @@ class Question:
     text: str
     file: str
     """Name of the result file, without its ending."""
-    section: str
-    """Heading of the section that has the figures."""
+    section: Section
+    """Where the figures are."""
     answer: Callable[[Rows], str]
     """A sentence from the rows of the file."""
+    speeds: Callable[[Rows], Sequence[float]] | None = None
+    """attndsl's speed over that of the fastest other system, case by case; None without others."""
 
 
-def beside(
-    column: str, name: str, direction: str, cases: Sequence[str], length: int | None = None
-) -> Callable[[Rows], str]:
-    """How many times as long another system takes as attndsl.
+def _times(
+    column: str, direction: str, cases: Sequence[str], length: int | None = None
+) -> Callable[[Rows], list[float]]:
+    """The speeds of attndsl over those of another system.
 
     Args:
         column: Column of the result file, without ``_ms``.
-        name: The system in words.
         direction: ``forward`` or ``backward``.
         cases: Names of the programs that count.
         length: Rows of this length alone.
     """
 
-    def answer(rows: Rows) -> str:
-        found = [
+    def speeds(rows: Rows) -> list[float]:
+        return [
             row[f"{column}_ms"] / row["attndsl_ms"]
             for row in rows
             if row["direction"] == direction
@@ -57,99 +75,168 @@ def beside(
             and row["attndsl_ms"] is not None
             and (length is None or row["S"] == length)
         ]
-        if not found:
-            return "not measured"
-        return f"{name} takes {span(found)} times as long ({count(found)})"
 
-    return answer
+    return speeds
+
+
+def against(
+    text: str,
+    where: tuple[str, Section],
+    other: tuple[str, str],
+    direction: str,
+    cases: Sequence[str],
+    length: int | None = None,
+) -> Question:
+    """How fast attndsl is, compared with one other system.
+
+    Args:
+        text: The question, without its direction.
+        where: Name of the result file, and the section of its figures.
+        other: The system's column, without ``_ms``, and its name.
+        direction: As for the rows.
+        cases: As for the rows.
+        length: As for the rows.
+    """
+    column, name = other
+    speeds = _times(column, direction, cases, length)
+
+    def answer(rows: Rows) -> str:
+        found = speeds(rows)
+        return versus(found, name) if found else "not measured"
+
+    return Question(f"{text}, {direction}", *where, answer, speeds)
+
+
+def _decoding_speeds(plain: bool) -> Callable[[Rows], list[float]]:
+    """Speeds over the faster of SDPA and FlexAttention, of plain calls or of all others."""
+
+    def speeds(rows: Rows) -> list[float]:
+        found = [row for row in decoding.calls(rows) if decoding.is_plain(row) == plain]
+        best = (
+            [one for peer in ("sdpa", "flex") for one in decoding.ratios([row], peer, "device")]
+            for row in found
+        )
+        return [min(each) for each in best if each]
+
+    return speeds
+
+
+def _eager_speeds(rows: Rows) -> list[float]:
+    plain = (row["best_eager"] for row in decoding.calls(rows) if decoding.is_plain(row))
+    return [speed for speed in plain if speed]
+
+
+def _flashinfer_speeds(rows: Rows) -> list[float]:
+    return decoding.ratios_of(rows, "flashinfer", "pages")
 
 
 def _learned(rows: Rows) -> str:
-    found = [row["cost"] for row in rows if row["case"] in _LEARNED]
-    return f"a backward with them takes {span(found)} times as long as without ({count(found)})"
+    found = [1 / row["cost"] for row in rows if row["case"] in _LEARNED]
+    return f"{versus(found, 'a backward without them')} ({count(found)})"
 
 
 def _deterministic(rows: Rows) -> str:
-    found = [row["deterministic_ms"] / row["attndsl_ms"] for row in rows]
-    return f"a backward takes {span(found)} times as long with the option ({count(found)})"
+    found = [row["attndsl_ms"] / row["deterministic_ms"] for row in rows]
+    return f"{versus(found, 'the default backward')} ({count(found)})"
 
 
 def _odd(rows: Rows) -> str:
-    found = [row["cost"] for row in rows]
-    return f"an odd shape takes {span(found)} times as long as an even one ({count(found)})"
+    found = [1 / row["cost"] for row in rows]
+    return f"{versus(found, 'the next larger multiple')} ({count(found)})"
+
+
+def _started(rows: Rows, system: str, cache: str) -> list[float]:
+    """Seconds to the first step."""
+    return [
+        row["first_step_ms"] / 1000
+        for row in rows
+        if (row["system"], row["cache"]) == (system, cache) and "first_step_ms" in row
+    ]
 
 
 def _start(rows: Rows) -> str:
     parts = []
     for cache in ("cold", "warm"):
-        own = {
-            system: [
-                row["first_step_ms"] / 1000
-                for row in rows
-                if (row["system"], row["cache"]) == (system, cache) and "first_step_ms" in row
-            ]
-            for system in ("attndsl", "flex")
-        }
-        ours, theirs = (f"{min(x):.1f} to {max(x):.1f} s" if x else "" for x in own.values())
-        parts.append(f"{ours} with {cache} caches, FlexAttention {theirs}")
-    return "; ".join(parts)
+        own = (_started(rows, system, cache) for system in ("attndsl", "flex"))
+        ours, theirs = (f"{min(x):.1f} to {max(x):.1f} s" if x else "" for x in own)
+        parts.append(f"{ours} with {cache} caches (FlexAttention: {theirs})")
+    return ", ".join(parts)
 
 
-def _short(direction: str) -> Callable[[Rows], str]:
-    def answer(rows: Rows) -> str:
-        found = [
-            row["best_device"]
+def _start_speeds(rows: Rows) -> list[float]:
+    steps = {
+        (row["program"], row["cache"], row["system"]): row["first_step_ms"]
+        for row in rows
+        if "first_step_ms" in row
+    }
+    return [
+        steps[program, cache, "flex"] / step
+        for (program, cache, system), step in steps.items()
+        if system == "attndsl" and (program, cache, "flex") in steps
+    ]
+
+
+_PEER = "the best peer (cuDNN or FlashAttention-2, else FlexAttention)"
+
+
+def _short(kind: str, direction: str | None = None) -> Question:
+    """How fast short calls are, in a CUDA graph (``device``) or from Python (``eager``)."""
+
+    def speeds(rows: Rows) -> list[float]:
+        return [
+            row[f"best_{kind}"]
             for row in rows
-            if row.get("direction") == direction and row["best_device"] is not None
+            if row.get("direction")
+            and direction in (None, row["direction"])
+            and row[f"best_{kind}"] is not None
         ]
-        behind = sum(ratio < 1.0 for ratio in found)
-        return (
-            "the faster one of cuDNN and FlashAttention-2, or FlexAttention where neither runs, "
-            f"takes {span(found)} times as long, {geometric_mean(found):.2f} in the geometric mean "
-            f"of {len(found)} shapes, and is faster at {behind}"
-        )
 
-    return answer
+    def answer(rows: Rows) -> str:
+        found = speeds(rows)
+        return f"{versus(found, _PEER)}, geometric mean {geometric_mean(found):.2f}x"
+
+    way = "in a CUDA graph" if kind == "device" else "from Python"
+    text = ", ".join(part for part in ("Short shapes", way, direction) if part)
+    return Question(text, "short", SHORT_SHAPES, answer, speeds)
 
 
 def _tuned(rows: Rows) -> str:
-    found = [row["gain"] for row in rows if "gain" in row]
-    return (
-        f"with the tiles that are chosen a call takes {span(found)} times as long as with those "
-        f"that `tune` finds ({len(found)} lines)"
-    )
+    found = [1 / row["gain"] for row in rows if "gain" in row]
+    return f"{versus(found, 'the tiles that `tune` finds')} ({count(found)})"
+
+
+def _step_speeds(rows: Rows) -> dict[str, float]:
+    times = {row["attention"]: row["step_ms"] for row in rows}
+    own = times.pop("attndsl")
+    return {name: time / own for name, time in times.items()}
 
 
 def _step(rows: Rows) -> str:
-    times = {row["attention"]: row["step_ms"] for row in rows}
-    own = times.pop("attndsl")
-    names = {"sdpa": "SDPA", "flex": "FlexAttention"}
-    parts = [f"with {names[name]} {time / own:.2f} times" for name, time in times.items()]
-    return f"a step takes {' and '.join(parts)} as long"
+    found = _step_speeds(rows)
+    return f"{versus([found['sdpa']], 'SDPA')}, {versus([found['flex']], 'FlexAttention')}"
 
 
 def _lists(rows: Rows) -> str:
     found = {row["what"]: row for row in rows}
     step, forward, backward = (found[what] for what in ("step", "forward", "backward"))
     return (
-        f"a step of {step['layers']} layers takes {step['cost']:.2f} times as long where each call "
-        f"makes its own, a forward {forward['cost']:.2f} times; FlexAttention takes "
-        f"{forward['ahead']:.2f} times as long forward and {backward['ahead']:.2f} times backward"
+        f"{versus([step['cost']], 'lists made in each call')} in a step of {step['layers']} "
+        f"layers, {span([forward['cost']])} in a forward; "
+        f"{versus([forward['ahead'], backward['ahead']], 'FlexAttention')}"
     )
 
 
-def _training(rows: Rows) -> str:
+def _training_speeds(rows: Rows, way: str) -> list[float]:
     steps = {(row["model"], row["attention"]): row["step_ms"] for row in rows if "step_ms" in row}
-    parts = []
-    for way, name in (("sdpa", "SDPA"), ("flex", "FlexAttention")):
-        found = [
-            step / steps[model, "attndsl"] for (model, used), step in steps.items() if used == way
-        ]
-        parts.append(f"with {name} {span(found)} times")
-    return f"a step takes {' and '.join(parts)} as long ({count(found)})"
+    return [step / steps[model, "attndsl"] for (model, used), step in steps.items() if used == way]
 
 
-def _generation(rows: Rows) -> str:
+def _training(rows: Rows) -> str:
+    sdpa, flex = (_training_speeds(rows, way) for way in ("sdpa", "flex"))
+    return f"{versus(sdpa, 'SDPA')}, {versus(flex, 'FlexAttention')}"
+
+
+def _generation_speeds(rows: Rows) -> list[float]:
     def speed(row: Mapping[str, Any]) -> float:
         return next(
             one["tokens_per_s"]
@@ -158,143 +245,157 @@ def _generation(rows: Rows) -> str:
             and one["implementation"] == "attndsl"
         )
 
-    found = [speed(row) / row["tokens_per_s"] for row in rows if row["implementation"] == "sdpa"]
-    return f"with SDPA a step takes {span(found)} times as long ({count(found)})"
+    return [speed(row) / row["tokens_per_s"] for row in rows if row["implementation"] == "sdpa"]
+
+
+def _plan_times(rows: Rows) -> list[tuple[float, float]]:
+    """Milliseconds of closed forms and of compiled ``create_block_mask``."""
+    return [
+        (row["plan_ms"], row["flex_compiled_ms"]) for row in rows if row.get("plan_ms") is not None
+    ]
 
 
 def _plans(rows: Rows) -> str:
-    found = [row["plan_ms"] for row in rows if row.get("plan_ms") is not None]
-    other = [row["flex_compiled_ms"] for row in rows if row.get("plan_ms") is not None]
+    found, other = zip(*_plan_times(rows), strict=True)
     return (
-        f"closed forms take {min(found):.0f} to {max(found):.0f} ms, compiled `create_block_mask` "
-        f"{min(other):.0f} to {max(other):.0f} ms"
+        f"{min(found):.0f} to {max(found):.0f} ms with closed forms; compiled `create_block_mask` "
+        f"needs {min(other):.0f} to {max(other):.0f} ms"
     )
 
 
 def _calls(rows: Rows) -> str:
     found = [row["call_us"] for row in rows]
-    return f"a call takes {min(found):.0f} to {max(found):.0f} us of host time"
+    return f"{min(found):.0f} to {max(found):.0f} us of host time"
 
 
 def _in_graphs(rows: Rows) -> str:
-    found = [row["above_us"] for row in rows if row["attention"] == "attndsl"]
-    return (
-        f"a layer's forward and backward take {min(found):.0f} to {max(found):.0f} us of host time "
-        "more than with SDPA"
-    )
+    found = [f"{row['above_us']:.0f}" for row in rows if row["attention"] == "attndsl"]
+    low, high = min(found, key=float), max(found, key=float)
+    return f"{low if low == high else f'{low} to {high}'} us more host time than SDPA"
+
+
+def _in_graphs_speeds(rows: Rows) -> list[float]:
+    times = {(x["model"], x["attention"]): x["forward_us"] + x["backward_us"] for x in rows}
+    return [times[x, "sdpa"] / time for (x, used), time in times.items() if used == "attndsl"]
 
 
 def _on_cpus(rows: Rows) -> str:
-    kinds = {"causal": "causal", "growing cache": "a query over a growing cache"}
+    kinds = {"causal": "for causal masks", "growing cache": "for one query over a growing cache"}
     parts: dict[str, list[float]] = {}
     for row in rows:
-        kind = kinds.get(row["case"], "other masks and scores")
+        kind = kinds.get(row["case"], "for other masks and scores")
         parts.setdefault(kind, []).append(row["speedup"])
-    return "SDPA takes " + ", ".join(
-        f"{span(found)} times as long for {name}" for name, found in parts.items()
-    )
+    first, *rest = parts.items()
+    said = [f"{versus(first[1], 'SDPA')} {first[0]}"]
+    return ", ".join(said + [f"{span(found)} {name}" for name, found in rest])
 
 
-BESIDE_FA4 = "Beside FlashAttention-4 and cuDNN"
-BESIDE_FLEX = "Masks and scores beside FlexAttention"
-DETERMINISTIC = "Deterministic gradients"
-OTHER_SHAPES = "Other shapes"
-WIDE_HEADS = "Head dim 256"
-GRADIENTS = "Gradients of captures"
-ODD_SHAPES = "Odd shapes"
-SHORT_SHAPES = "Short shapes"
-DECODING = "Decoding"
-SERVING = "Serving over pages"
-PORTABLE = "Portable kernels"
-OTHER_FILES = "Host and CPU"
+BESIDE_FLEX = Section("attention", "Masks and scores: FlexAttention")
+BESIDE_FA4 = Section("attention", "Plain attention: FlashAttention-4 and cuDNN")
+DETERMINISTIC = Section("attention", "Deterministic gradients")
+OTHER_SHAPES = Section("attention", "Other shapes")
+WIDE_HEADS = Section("attention", "Head dim 256")
+PORTABLE = Section("attention", "Portable kernels")
+GRADIENTS = Section("shapes", "Gradients of captured tensors")
+ODD_SHAPES = Section("shapes", "Odd shapes")
+SHORT_SHAPES = Section("shapes", "Short shapes")
+DECODING = Section("decoding", "Decoding")
+SERVING = Section("decoding", "Serving over pages")
+START = Section("host", "Start of a process")
+GPT = Section("host", "Training step of a GPT")
+MODELS = Section("host", "Training steps of five models")
+GENERATION = Section("host", "Generation with Hugging Face")
+LISTS = Section("host", "Kept tile lists")
+SPARSITY = Section("host", "Live tiles of long masks")
+CALLS = Section("host", "Calls from Python")
+IN_GRAPHS = Section("host", "Layers of torch.compile")
+ON_CPUS = Section("host", "CPU backend")
 
 _SECTIONS = {decoding.DECODE: DECODING, decoding.SERVING: SERVING}
+_OTHERS = {
+    decoding.plain_decoding: _decoding_speeds(plain=True),
+    decoding.eager_decoding: _eager_speeds,
+    decoding.masked_decoding: _decoding_speeds(plain=False),
+    decoding.beside_flashinfer: _flashinfer_speeds,
+}
+_FA4, _CUDNN, _FLEX = ("fa4", "FlashAttention-4"), ("cudnn", "cuDNN"), ("flex", "FlexAttention")
+_IN_ATTENTION, _IN_SPARSE = ("attention", BESIDE_FA4), ("sparse_attention", BESIDE_FLEX)
+_IN_OTHER, _IN_WIDE = ("other_shapes", OTHER_SHAPES), ("wide_heads", WIDE_HEADS)
 QUESTIONS = (
-    Question(
-        "Forward, full and causal", "attention", BESIDE_FA4,
-        beside("fa4", "FlashAttention-4", "forward", _PLAIN),
-    ),
-    Question(
-        "Forward, full and causal", "attention", BESIDE_FA4,
-        beside("cudnn", "cuDNN", "forward", _PLAIN),
-    ),
-    Question(
-        "Backward, full and causal", "attention", BESIDE_FA4,
-        beside("fa4", "FlashAttention-4", "backward", _PLAIN),
-    ),
-    Question(
-        "Backward, full and causal", "attention", BESIDE_FA4,
-        beside("cudnn", "cuDNN", "backward", _PLAIN),
-    ),
-    Question(
-        "Soft cap, forward", "attention", BESIDE_FA4,
-        beside("fa4", "FlashAttention-4", "forward", ("softcap",)),
-    ),
-    Question(
-        "Soft cap, backward", "attention", BESIDE_FA4,
-        beside("fa4", "FlashAttention-4", "backward", ("softcap",)),
-    ),
-    Question(
-        "Masks, forward", "sparse_attention", BESIDE_FLEX,
-        beside("flex", "FlexAttention", "forward", _MASKS),
-    ),
-    Question(
-        "Masks, backward", "sparse_attention", BESIDE_FLEX,
-        beside("flex", "FlexAttention", "backward", _MASKS),
-    ),
-    Question("Learned biases and factors", "gradients", GRADIENTS, _learned),
-    Question("`deterministic=True`", "deterministic", DETERMINISTIC, _deterministic),
-    Question(
-        "Short, 512 rows, forward", "other_shapes", OTHER_SHAPES,
-        beside("cudnn", "cuDNN", "forward", _PLAIN, _SHORT),
-    ),
-    Question(
-        "Short, 512 rows, backward", "other_shapes", OTHER_SHAPES,
-        beside("cudnn", "cuDNN", "backward", _PLAIN, _SHORT),
-    ),
-    Question(
-        "Head dim 256, forward", "wide_heads", WIDE_HEADS,
-        beside("cudnn", "cuDNN", "forward", _PLAIN),
-    ),
-    Question(
-        "Head dim 256, backward", "wide_heads", WIDE_HEADS,
-        beside("cudnn", "cuDNN", "backward", _PLAIN),
-    ),
+    against("Full and causal", _IN_ATTENTION, _FA4, "forward", _PLAIN),
+    against("Full and causal", _IN_ATTENTION, _CUDNN, "forward", _PLAIN),
+    against("Full and causal", _IN_ATTENTION, _FA4, "backward", _PLAIN),
+    against("Full and causal", _IN_ATTENTION, _CUDNN, "backward", _PLAIN),
+    against("Soft cap", _IN_ATTENTION, _FA4, "forward", ("softcap",)),
+    against("Soft cap", _IN_ATTENTION, _FA4, "backward", ("softcap",)),
+    against("Block-sparse masks", _IN_SPARSE, _FLEX, "forward", _MASKS),
+    against("Block-sparse masks", _IN_SPARSE, _FLEX, "backward", _MASKS),
+    against("Head dim 256", _IN_WIDE, _CUDNN, "forward", _PLAIN),
+    against("Head dim 256", _IN_WIDE, _CUDNN, "backward", _PLAIN),
+    against("Length 512, from Python", _IN_OTHER, _CUDNN, "forward", _PLAIN, _SHORT),
+    against("Length 512, from Python", _IN_OTHER, _CUDNN, "backward", _PLAIN, _SHORT),
+    _short("device", "forward"),
+    _short("device", "backward"),
+    _short("eager"),
+    Question("Default tiles of short shapes", "short_tune", SHORT_SHAPES, _tuned),
     Question("Odd shapes", "odd_shapes", ODD_SHAPES, _odd),
-    Question("Short shapes, device time, forward", "short", SHORT_SHAPES, _short("forward")),
-    Question("Short shapes, device time, backward", "short", SHORT_SHAPES, _short("backward")),
-    Question("Tiles of short shapes", "short_tune", SHORT_SHAPES, _tuned),
-    *(Question(text, file, _SECTIONS[file], answer) for text, file, answer in decoding.ANSWERS),
-    Question("Start to first step", "start_cuda", OTHER_FILES, _start),
-    Question("Training step of a GPT", "gpt", OTHER_FILES, _step),
-    Question("Training steps of five models", "training", OTHER_FILES, _training),
-    Question("Steps of `generate`, Llama 1B", "huggingface_speed", OTHER_FILES, _generation),
-    Question("Lists of data masks that are kept", "lists", OTHER_FILES, _lists),
-    Question("Tiles of a mask of 1048576 rows", "sparsity", OTHER_FILES, _plans),
-    Question("A call without its kernel, in Python", "call_overhead", OTHER_FILES, _calls),
-    Question(
-        "A compiled layer without its kernels", "graph_overhead", OTHER_FILES, _in_graphs,
+    Question("Gradients of learned biases and factors", "gradients", GRADIENTS, _learned),
+    Question("`deterministic=True`", "deterministic", DETERMINISTIC, _deterministic),
+    *(
+        Question(text, file, _SECTIONS[file], answer, _OTHERS.get(answer))
+        for text, file, answer in decoding.ANSWERS
     ),
-    Question("CPUs, beside SDPA", "cpu", OTHER_FILES, _on_cpus),
+    Question("Start to first training step", "start_cuda", START, _start, _start_speeds),
+    Question(
+        "Training step of a GPT", "gpt", GPT, _step, lambda rows: list(_step_speeds(rows).values())
+    ),
+    Question(
+        "Training steps of five models", "training", MODELS, _training,
+        lambda rows: [*_training_speeds(rows, "sdpa"), *_training_speeds(rows, "flex")],
+    ),
+    Question(
+        "`generate`, Llama 1B", "huggingface_speed", GENERATION,
+        lambda rows: versus(_generation_speeds(rows), "SDPA"), _generation_speeds,
+    ),
+    Question(
+        "Kept tile lists of data masks", "lists", LISTS, _lists,
+        lambda rows: [row["ahead"] for row in rows if "ahead" in row],
+    ),
+    Question(
+        "Live tiles of a mask of 1,048,576 rows", "sparsity", SPARSITY, _plans,
+        lambda rows: [other / own for own, other in _plan_times(rows)],
+    ),
+    Question("One call without its kernel", "call_overhead", CALLS, _calls),
+    Question(
+        "One compiled layer without its kernels", "graph_overhead", IN_GRAPHS, _in_graphs,
+        _in_graphs_speeds,
+    ),
+    Question("CPU backend", "cpu", ON_CPUS, _on_cpus, lambda rows: [x["speedup"] for x in rows]),
 )  # fmt: skip
 """In the order of the table."""
 
 
-def anchor(heading: str) -> str:
-    """The link to a section of the same page."""
-    return "#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+def wins(question: Question, rows: Rows) -> str:
+    """In how many cases another system is faster than attndsl, in bold where there are any."""
+    if question.speeds is None:
+        return NO_OTHER
+    found = question.speeds(rows)
+    behind = sum(speed < 1.0 for speed in found)
+    said = f"{behind} of {len(found)}"
+    return f"**{said}**" if behind else said
 
 
 def summary(load: Callable[[str], dict[str, Any] | None]) -> str:
-    """The table: a question, its answer, the result file and its section.
+    """The table: a question, its answer, the cases that others win, and where the figures are.
 
     Args:
         load: The content of a result file by its name, or None where there is none.
     """
-    lines = [["question", "answer", "result file"], ["---"] * 3]
+    lines = [["question", "answer", "others win", "details"], ["---"] * 4]
     for question in QUESTIONS:
         results = load(question.file)
         if results is not None:
-            link = f"[`{question.file}.json`]({anchor(question.section)})"
-            lines.append([question.text, question.answer(results["rows"]), link])
+            rows = results["rows"]
+            link = f"[`{question.file}.json`]({question.section.link})"
+            lines.append([question.text, question.answer(rows), wins(question, rows), link])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

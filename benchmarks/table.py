@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import decoding
+import relative
 import summary
+from decoding import conditions
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,20 +28,23 @@ COLUMNS = {
     "fa4": "FA-4",
 }
 _OF_GRADIENTS = (
-    "A backward without and with the gradients of captured tensors. The rows `dropout` and "
-    "`sigmoid` compare the plain causal program with a program that has these, and show both "
-    "forwards. The row `jvp` compares the forward with one that makes tangents of out and lse "
-    "along q, k and v too. Times are in ms, bf16"
+    "The rows `dropout` and `sigmoid` compare the plain causal program with one that adds these, "
+    "and show both forwards. The row `jvp` compares a forward with one that also computes the "
+    "tangents of the output and of the log-sum-exp along q, k and v."
 )
-_OF_ODD = "Odd shapes and the next larger multiples. Times are in ms, bf16"
+_PORTABLE = "attndsl uses these Triton kernels on GPUs other than the H100 and the H200."
+_OF_LISTS = (
+    "`step` runs 4 layers of attention forward and backward, `forward` and `backward` run one call."
+)
+_OF_ODD = "odd shapes and the next larger multiples, in ms, bf16"
 _GRADIENTS = {
-    "case": "case", "without_ms": "without", "with_ms": "with", "cost": "quotient",
+    "case": "case", "without_ms": "without", "with_ms": "with", "cost": "with / without",
     "plain_forward_ms": "forward without", "forward_ms": "with",
     "flex_without_ms": "FlexAttention without", "flex_ms": "with",
 }  # fmt: skip
 _ODD = {
-    "what": "odd", "case": "mask", "direction": "", "odd_ms": "odd", "even_ms": "even",
-    "cost": "quotient",
+    "what": "odd shape", "case": "mask", "direction": "direction", "odd_ms": "odd",
+    "even_ms": "even", "cost": "odd / even",
 }  # fmt: skip
 _START = {
     "program": "program", "system": "system", "device": "device", "cache": "caches",
@@ -56,7 +61,7 @@ _GENERATION = {
 }  # fmt: skip
 _TRAINING = {
     "model": "model", "attention": "attention", "step_ms": "step, ms",
-    "ratio": "SDPA's step / this one", "peak_gb": "peak memory, GB",
+    "ratio": "speed over SDPA", "peak_gb": "peak memory, GB",
 }  # fmt: skip
 _COSTS = {
     "case": "program", "direction": "direction", "ms": "measured, ms",
@@ -79,16 +84,20 @@ _IN_GRAPHS = {
     "model": "model", "attention": "attention", "guards": "guards",
     "forward_us": "forward, us", "backward_us": "backward, us", "above_us": "above SDPA, us",
 }  # fmt: skip
+_LISTS = {
+    "what": "measured", "kept_ms": "kept lists, ms", "new_ms": "new documents, ms",
+    "anew_ms": "lists in each call, ms", "flex_ms": "FlexAttention, ms",
+}  # fmt: skip
 _OF_SHORT = "device time of one call in a CUDA graph"
 _SHORT = {
     "name": "shape", "program": "program", "direction": "direction",
     "attndsl_device": "attndsl, us", "cudnn_device": "cuDNN, us", "fa2_device": "FA-2, us",
-    "flex_device": "FlexAttention, us", "limit_us": "limit, us", "attndsl_eager": "eager, us",
-    "best_eager": "best eager peer / attndsl",
+    "flex_device": "FlexAttention, us", "limit_us": "limit, us",
+    "attndsl_eager": "attndsl from Python, us", "best_eager": "speed over best peer from Python",
 }  # fmt: skip
 _TUNED = {
-    "name": "shape", "direction": "direction", "chosen_us": "as chosen, us",
-    "tuned_us": "as `tune` finds, us", "gain": "as chosen / as `tune` finds",
+    "name": "shape", "direction": "direction", "chosen_us": "default, us",
+    "tuned_us": "`tune`, us", "gain": "default / `tune`",
 }  # fmt: skip
 _ON_CPUS = {
     "case": "mask or score", "direction": "direction", "S": "length", "attndsl_ms": "attndsl, ms",
@@ -96,6 +105,13 @@ _ON_CPUS = {
 }  # fmt: skip
 FAR = 100
 """Quotient from which on a time is said in words too."""
+OPTIONS = {
+    "sparse_attention": "--columns attndsl,flex,cudnn --cases causal,softcap,alibi,window1024,"
+    "documents1000,prefix1024 --shapes 2x16x8192x128",
+    "attention": "--columns attndsl,fa4,cudnn --cases full,causal,softcap --shapes 1x16x16384x128,"
+    "1x32x16384x64,2x16x8192x128,4x16x4096x128,2x32x8192x64,4x32x4096x64",
+}
+"""Options of benchmarks/attention.py that repeat the first rows of a result file."""
 SHAPE = ("B", "H", "Hkv", "S", "D")
 DIRECTIONS = {"forward": "forward", "backward": "backward"}
 
@@ -139,26 +155,11 @@ def size(shape: tuple[int, ...]) -> str:
     return f"Batch {batch}, {heads} heads{grouped}, length {length}, head dim {dim}, bf16"
 
 
-def conditions(results: dict[str, Any]) -> str:
-    """Machine, date and versions of a result file."""
-    versions = results["versions"]
-    cudnn = versions["cudnn"]
-    return (
-        f"{results['machine']}; {results['date']}; torch {versions['torch']}, "
-        f"Triton {versions['triton']}, cuDNN {cudnn // 10000}.{cudnn // 100 % 100}."
-    )
-
-
-def caption(results: dict[str, Any], shape: tuple[int, ...]) -> str:
-    """What was measured, on what, with which versions."""
-    return f"{size(shape)}, on one {conditions(results)}"
-
-
 def far(results: dict[str, Any], shape: tuple[int, ...]) -> str:
     """In words, the times of other systems that are far from attndsl's; empty if none is."""
     found = [
-        f"{COLUMNS[key]}'s {row['direction']} takes {row[f'{key}_ms'] / row['attndsl_ms']:.0f} "
-        f"times as long at `{row['case']}`."
+        f"At `{row['case']}` attndsl's {row['direction']} is "
+        f"{row[f'{key}_ms'] / row['attndsl_ms']:.0f}x faster than {COLUMNS[key]}'s."
         for row in results["rows"]
         if tuple(row[size] for size in SHAPE) == shape
         for key in COLUMNS
@@ -168,31 +169,24 @@ def far(results: dict[str, Any], shape: tuple[int, ...]) -> str:
     return " ".join(found)
 
 
-def figures(results: dict[str, Any] | None, most: int | None = None) -> str:
-    """Tables with captions, of the first ``most`` shapes."""
-    if results is None:
-        return "No results are committed: `make bench` on a machine with a GPU writes them."
-    parts: list[str] = []
-    for shape in shapes(results)[:most]:
-        parts += [caption(results, shape), table(results, shape), far(results, shape)]
-    return "\n\n".join(part for part in parts if part)
-
-
 def tables(name: str) -> str:
     """A table for each shape of a result file of benchmarks/attention.py."""
     results = load(name)
     if results is None:
         return ""
     parts = [f"`{name}.json`: times in ms, on one {conditions(results)}"]
+    if name in OPTIONS:
+        parts.append(f"`python benchmarks/attention.py {OPTIONS[name]}` repeats the first tables.")
     for shape in shapes(results):
         parts += [f"{size(shape)}:", table(results, shape), far(results, shape)]
     return "\n\n".join(part for part in parts if part)
 
 
-def rows(name: str, title: str, columns: dict[str, str]) -> str:
+def rows(name: str, title: str, columns: dict[str, str], note: str = "") -> str:
     """A table with a line for each row of a result file, ``columns`` of it by their headings.
 
-    The device of a row that was measured elsewhere than the others is its machine.
+    The device of a row that was measured elsewhere than the others is its machine. A ``note``
+    explains rows.
     """
     results = load(name)
     if results is None:
@@ -202,15 +196,14 @@ def rows(name: str, title: str, columns: dict[str, str]) -> str:
         if len(columns.keys() & row.keys()) > 1:  # The line of ceilings has a name alone.
             own = row | ({"device": row["machine"]} if "machine" in row else {})
             lines.append([_cell(own.get(key)) for key in columns])
-    head = f"`{name}.json`: {title}; one {results['machine']}, {results['date']}."
+    head = f"`{name}.json`: {title}; one {conditions(results)} {note}".rstrip()
     return f"{head}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def folded(heading: str, *parts: str) -> str:
-    """A section whose tables are shown when a reader opens them."""
-    inside = "\n\n".join(part for part in parts if part)
-    head = "<details>\n<summary>Show the tables</summary>"
-    return f"### {heading}\n\n{head}\n\n{inside}\n\n</details>"
+def headed(section: summary.Section, *parts: str) -> tuple[summary.Section, str]:
+    """A section with its heading."""
+    inside = (part for part in parts if part)
+    return section, "\n\n".join([f"## {section.heading}", *inside])
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -232,38 +225,66 @@ def replace(text: str, part: str) -> str:
     return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
 
 
-def sections() -> list[str]:
-    """All tables of docs/benchmarks.md, folded."""
+def sections() -> list[tuple[summary.Section, str]]:
+    """The sections of all pages of docs/results that have tables of this script, in their order."""
     return [
-        folded(summary.BESIDE_FLEX, tables("sparse_attention")),
-        folded(summary.BESIDE_FA4, tables("attention")),
-        folded(summary.DETERMINISTIC, tables("deterministic")),
-        folded(summary.OTHER_SHAPES, tables("other_shapes")),
-        folded(summary.WIDE_HEADS, tables("wide_heads")),
-        folded(summary.GRADIENTS, rows("gradients", _OF_GRADIENTS, _GRADIENTS)),
-        folded(summary.ODD_SHAPES, rows("odd_shapes", _OF_ODD, _ODD)),
-        folded(
+        headed(summary.BESIDE_FLEX, tables("sparse_attention")),
+        headed(summary.BESIDE_FA4, tables("attention")),
+        headed(summary.DETERMINISTIC, tables("deterministic")),
+        headed(summary.OTHER_SHAPES, tables("other_shapes")),
+        headed(summary.WIDE_HEADS, tables("wide_heads")),
+        headed(summary.PORTABLE, _PORTABLE, tables("portable"), tables("portable_sparse")),
+        headed(
+            summary.GRADIENTS,
+            rows(
+                "gradients",
+                "backward with and without the gradients of captured tensors, bf16, ms",
+                _GRADIENTS,
+                _OF_GRADIENTS,
+            ),
+        ),
+        headed(summary.ODD_SHAPES, rows("odd_shapes", _OF_ODD, _ODD)),
+        headed(
             summary.SHORT_SHAPES,
             rows("short", _OF_SHORT, _SHORT),
-            rows("short_tune", f"tiles that are chosen, and measured ones; {_OF_SHORT}", _TUNED),
+            rows("short_tune", f"default tiles and tuned tiles, {_OF_SHORT}", _TUNED),
         ),
-        folded(summary.DECODING, decoding.decode_tables(load(decoding.DECODE))),
-        folded(summary.SERVING, decoding.serving_tables(load(decoding.SERVING))),
-        folded(summary.PORTABLE, tables("portable"), tables("portable_sparse")),
-        folded(
-            summary.OTHER_FILES,
+        headed(summary.DECODING, decoding.decode_tables(load(decoding.DECODE))),
+        headed(summary.SERVING, decoding.serving_tables(load(decoding.SERVING))),
+        headed(
+            summary.START,
             rows("start_cuda", "the start of a process on a GPU", _START),
             rows("start_cpu", "the start of a process on a CPU", _START),
-            rows("gpt", "a training step of a GPT of 124 M parameters", _STEP),
-            generation(),
-            rows("training", "training steps of five models", _TRAINING),
-            rows("costs", "programs beside a model of their cost", _COSTS),
-            rows("sparsity", "the tiles of masks of 1048576 rows", _TILES),
-            rows("call_overhead", "a call without its kernel", _CALLS),
+        ),
+        headed(summary.GPT, rows("gpt", "a training step of a GPT of 124 M parameters", _STEP)),
+        headed(summary.MODELS, rows("training", "training steps of five models", _TRAINING)),
+        headed(summary.GENERATION, generation()),
+        headed(
+            summary.LISTS,
+            rows("lists", "masks that compare documents or images", _LISTS, _OF_LISTS),
+        ),
+        headed(summary.SPARSITY, rows("sparsity", "live tiles of masks of 1,048,576 rows", _TILES)),
+        headed(summary.CALLS, rows("call_overhead", "a call without its kernel", _CALLS)),
+        headed(
+            summary.IN_GRAPHS,
             rows("graph_overhead", "a compiled layer without its kernels", _IN_GRAPHS),
+        ),
+        headed(
+            summary.ON_CPUS,
             rows("cpu", "the CPU backend and SDPA, fp32, 4 heads, head dim 64", _ON_CPUS),
         ),
     ]
+
+
+def pages() -> dict[Path, str]:
+    """What stands between the marks of each page of docs/results with tables of this script."""
+    found: dict[str, list[str]] = {}
+    for section, text in sections():
+        found.setdefault(section.page, []).append(text)
+    return {
+        ROOT / "docs" / "results" / f"{page}.md": "\n\n".join(parts)
+        for page, parts in found.items()
+    }
 
 
 def generation() -> str:
@@ -278,11 +299,10 @@ def generation() -> str:
 def targets() -> dict[Path, str]:
     """What stands between the marks of each file."""
     decode, serving = load(decoding.DECODE), load(decoding.SERVING)
-    short = decoding.in_short(decode)
     return {
-        ROOT / "README.md": "\n\n".join([figures(load("sparse_attention"), most=1), short]),
-        ROOT / "docs" / "decoding.md": decoding.points(decode),
-        ROOT / "docs" / "serving.md": decoding.points(serving),
+        ROOT / "README.md": relative.headlines(load),
+        ROOT / "docs" / "compared.md": relative.everything(load),
+        ROOT / "docs" / "serving.md": decoding.points(decode, serving),
         ROOT / "docs" / "deployment.md": rows(
             "bundles",
             "the first forward and backward of a fresh process, from the import of "
@@ -291,7 +311,11 @@ def targets() -> dict[Path, str]:
         ),
         ROOT / "docs" / "huggingface.md": generation(),
         ROOT / "docs" / "dev" / "kernels.md": decoding.of_memory(decode, serving),
-        ROOT / "docs" / "benchmarks.md": "\n\n".join([summary.summary(load), *sections()]),
+        ROOT / "docs" / "dev" / "costs.md": rows(
+            "costs", "measured times and those that a model predicts", _COSTS
+        ),
+        ROOT / "docs" / "benchmarks.md": summary.summary(load),
+        **pages(),
     }
 
 

@@ -2,8 +2,8 @@
 
 python docs/gallery.py
 
-Texts of prelude functions are those of `attndsl play`, and those of examples stand in the examples.
-Papers are named by the comments beside them. Pictures are the package's own (attndsl/picture/).
+Programs of prelude functions are those of `attndsl play`; examples contain their own. Descriptions
+are the comments of the prelude and the docstrings of the examples. attndsl/picture/ draws.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import ast
 import json
 import re
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,28 +32,22 @@ PICTURES = ROOT / "docs" / "gallery"
 TIMES = ROOT / "benchmarks" / "results" / "gallery_times.json"
 DRAWN, LONG, TILE = 64, 8192, 128
 HEADS = 8
-MEASURED_AT = {"B": 2, "H": 16, "Hkv": 16, "S": 8192, "D": 128}
 
 INTRODUCTION = f"""# Gallery
 
-Every function of the [prelude](language.md#the-prelude), and every program of `examples/`.
-Each has its text, its picture, its source and its cost. `attndsl play` opens
-[a page](play.md) on which you change them.
+All functions of the [prelude](language.md#the-prelude), and all programs of `examples/`. To change
+them interactively, run [`attndsl play`](play.md).
 
-Pictures show {DRAWN} queries and {DRAWN} keys in tiles of 16 x 16. [The glossary](glossary.md)
-explains the words FULL, PARTIAL and EMPTY. Tensors and params without a value are made up, and a
-line of the picture names them.
+Each section has a program and its picture. Sections of the prelude also have the function's
+definition. Pictures show {DRAWN} queries and {DRAWN} keys in tiles of 16 x 16, and name the tensors
+and params with made-up values. FULL tiles are blue, PARTIAL tiles orange, EMPTY tiles grey.
 
-The cost of a program is the number of tiles of {TILE} x {TILE} pairs that kernels visit, at a
-length of {LONG}. Dense attention visits all tiles, and a causal mask leaves about half of them.
-Times are in ms, for batch 2, 16 heads, length 8192, head dim 128 and bf16. Those of the tables
-are of one kind of GPU, and each program says which. Some programs have been measured beside
-FlexAttention, on another kind. [Benchmarks](benchmarks.md) describes the method.
-
-`python docs/gallery.py` writes this page."""
-OF_EXAMPLES = """Each script of `examples/` compares its program with plain torch, or
-trains it. Params that a script gives to `compile` are declared here, so that each text stands for
-itself."""
+The tables count tiles of {TILE} x {TILE} pairs at length {LONG}. Kernels visit *live* tiles, and
+evaluate the mask in *PARTIAL* tiles. Dense attention visits 100 %."""
+OF_TIMES = """The last column lists milliseconds, forward / backward, on one {machine}: batch 2,
+16 heads, length 8192, head dim 128, bf16. [Benchmarks](benchmarks.md) compares other systems."""
+OF_EXAMPLES = """Each script compares its program with plain torch, or trains it. Here each text
+declares the params that its script passes to `compile`."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +57,9 @@ class Setting:
     drawn: dict[str, Any] = field(default_factory=dict)
     counted: dict[str, Any] = field(default_factory=dict)
     words: str = ""
-    """What ``counted`` holds, after "with"."""
+    """What ``counted`` holds, in the table."""
     heads: int = 1
     """Heads that are counted, where they differ."""
-    measured: str = ""
-    """``file:case`` of another committed result."""
 
 
 class Counts(NamedTuple):
@@ -79,9 +70,13 @@ class Counts(NamedTuple):
     total: int
 
     @property
-    def share(self) -> str:
-        """The part of all tiles that kernels visit."""
-        return f"{100 * (self.full + self.partial) / self.total:.3g} %"
+    def live(self) -> int:
+        """Tiles that kernels visit."""
+        return self.full + self.partial
+
+    def share(self, tiles: int) -> str:
+        """A number of tiles as a part of all."""
+        return f"{100 * tiles / self.total:.3g} %"
 
 
 @dataclass(frozen=True)
@@ -115,76 +110,58 @@ def _documents(length: int, batched: bool = True) -> torch.Tensor:
     return ids[None] if batched else ids
 
 
-_DOCUMENTS = "documents of 1000 positions"
+_DOCUMENTS = "documents of 1000"
 _OF_PRELUDE = {
-    "causal": Setting(measured="sparse_attention:causal"),
-    "sliding_window": Setting(
-        counted={"w": 1024}, words="`w = 1024`", measured="sparse_attention:window1024"
-    ),
+    "sliding_window": Setting(counted={"w": 1024}, words="`w = 1024`"),
     "local_window": Setting(counted={"w": 512}, words="`w = 512`"),
-    "prefix_lm": Setting(
-        counted={"n": 1024}, words="`n = 1024`", measured="sparse_attention:prefix1024"
-    ),
+    "prefix_lm": Setting(counted={"n": 1024}, words="`n = 1024`"),
     "same": Setting(counted={"ids": _documents}, words=_DOCUMENTS),
     "same_1d": Setting(
-        counted={"ids": lambda n: _documents(n, batched=False)}, words=_DOCUMENTS,
-        measured="sparse_attention:documents1000",
+        counted={"ids": lambda n: _documents(n, batched=False)}, words=_DOCUMENTS
     ),
     "document_causal": Setting(counted={"ids": _documents}, words=_DOCUMENTS),
-    "dilated": Setting(counted={"w": 1024, "d": 4}, words="`w = 1024` and `d = 4`"),
-    "strided": Setting(counted={"w": 512, "s": 512}, words="`w = 512` and `s = 512`"),
+    "dilated": Setting(counted={"w": 1024, "d": 4}, words="`w = 1024, d = 4`"),
+    "strided": Setting(counted={"w": 512, "s": 512}, words="`w = 512, s = 512`"),
     "block_diagonal": Setting(counted={"n": 1024}, words="`n = 1024`"),
     "block_causal": Setting(counted={"n": 1024}, words="`n = 1024`"),
-    "global_tokens": Setting(counted={"n": 16, "w": 512}, words="`n = 16` and `w = 512`"),
+    "global_tokens": Setting(counted={"n": 16, "w": 512}, words="`n = 16, w = 512`"),
     "valid_keys": Setting(
         drawn={"lengths": lambda n: torch.tensor([44])},
-        counted={"lengths": lambda n: torch.tensor([6000])}, words="a length of 6000",
+        counted={"lengths": lambda n: torch.tensor([6000])}, words="length 6000",
     ),
-    "block_diffusion": Setting(counted={"n": 4096, "w": 64}, words="`n = 4096` and `w = 64`"),
+    "block_diffusion": Setting(counted={"n": 4096, "w": 64}, words="`n = 4096, w = 64`"),
     "window_start": Setting(counted={"side": 1025}, words="`side = 1025`"),
     "in_window": Setting(counted={"side": 1025}, words="`side = 1025`"),
     "natten2d": Setting(
-        counted={"width": 128, "side": 13}, words="a grid of 128 x 64 and `side = 13`"
+        counted={"width": 128, "side": 13}, words="grid 128 x 64, `side = 13`"
     ),
     "sta2d": Setting(
-        counted={"across": 16, "tile": 64}, words="16 x 8 tiles of 64 positions each"
+        counted={"across": 16, "tile": 64}, words="16 x 8 tiles of 64"
     ),
     "sta3d": Setting(
-        counted={"across": 8, "down": 4, "tile": 64}, words="8 x 4 x 4 tiles of 64 positions each"
+        counted={"across": 8, "down": 4, "tile": 64}, words="8 x 4 x 4 tiles of 64"
     ),
-    "alibi": Setting(measured="sparse_attention:alibi"),
-    "softcap": Setting(measured="sparse_attention:softcap"),
-    "rel_bias": Setting(measured="gradients:relative"),
-    "t5_bucket": Setting(measured="gradients:buckets"),
 }  # fmt: skip
 _OF_EXAMPLES = {
-    "alibi": Setting(measured="sparse_attention:alibi"),
     "block_diffusion": Setting(
-        {"n": 32, "block": 8}, {"n": 4096, "block": 64}, "`n = 4096` and `block = 64`"
+        {"n": 32, "block": 8}, {"n": 4096, "block": 64}, "`n = 4096, block = 64`"
     ),
-    "causal": Setting(measured="sparse_attention:causal"),
     "dilated": Setting(heads=2),
     "joined": Setting(counted={"near": 1024}, words="`near = 1024`"),
     "latent": Setting({"heat": 1.0}),
     "lengths": Setting(
         {"lengths": lambda n: torch.tensor([44])}, {"lengths": lambda n: torch.tensor([6000])},
-        "a length of 6000",
+        "length 6000",
     ),
     "neighbourhood_2d": Setting(
         {"width": 8, "height": 8, "side": 5}, {"width": 128, "height": 64, "side": 13},
-        "a grid of 128 x 64 and `side = 13`",
+        "grid 128 x 64, `side = 13`",
     ),
     "packed_documents": Setting(counted={"doc": _documents}, words=_DOCUMENTS),
-    "prefix_lm": Setting(
-        {"n": 20}, {"n": 1024}, "`n = 1024`", measured="sparse_attention:prefix1024"
-    ),
-    "relative_bias": Setting(measured="gradients:relative"),
-    "sigmoid": Setting({"heat": 1.0}, measured="gradients:sigmoid"),
-    "sinks": Setting({"heat": 1.0}, measured="gradients:sinks"),
-    "sliding_window": Setting(
-        {"window": 16}, {"window": 1024}, "`window = 1024`",
-        measured="sparse_attention:window1024",
-    ),
+    "prefix_lm": Setting({"n": 20}, {"n": 1024}, "`n = 1024`"),
+    "sigmoid": Setting({"heat": 1.0}),
+    "sinks": Setting({"heat": 1.0}),
+    "sliding_window": Setting({"window": 16}, {"window": 1024}, "`window = 1024`"),
     "soft_cap": Setting({"window": 16}, {"window": 4096}, "`window = 4096`"),
     "gemma2": Setting({"window": 16}, {"window": 4096}, "`window = 4096`"),
 }  # fmt: skip
@@ -222,38 +199,26 @@ def example_entries() -> list[Entry]:
     return found
 
 
-def section(entry: Entry, found: Counts) -> str:
+def section(entry: Entry) -> str:
     """What the page says of one program."""
     relative = entry.picture.relative_to(PAGE.parent).as_posix()
     lines = [f"### {entry.heading}", _linked(entry.said), f"```attn\n{entry.text.rstrip()}\n```"]
     if entry.definition:
-        lines.append(f"In the prelude:\n\n```text\n{entry.definition}\n```")
-    lines.append(f"![{entry.name}: {data(entry).summary}]({relative})")
-    facts = [f"- Cost at length {LONG}{_with(entry)}: {cost(entry, found)}"]
-    facts.append(f"- Measured: {timed(entry)}")
-    if entry.setting.measured:
-        facts.append(f"- Also measured: {measured(entry.setting.measured)}")
-    if entry.file:
-        facts.append(f"- File: `examples/{entry.file}`")
-    return "\n\n".join([*lines, "\n".join(facts)])
+        lines.append(f"```text\n{entry.definition}\n```")
+    return "\n\n".join([*lines, f"![{entry.name}: {tiles_of(entry)}]({relative})"])
 
 
 def page() -> str:
     """The whole page."""
     functions, scripts = prelude_entries(), example_entries()
-    tiles = {entry.heading: counts(entry) for entry in (*functions, *scripts)}
-    head = (
-        f"| {{}} | what it is | live tiles at {LONG} | ms forward, backward |\n"
-        "| --- | --- | ---: | ---: |"
-    )
-    tables = [
-        "\n".join([head.format(kind), *(_row(e, tiles[e.heading]) for e in entries)])
-        for kind, entries in (("function", functions), ("example", scripts))
-    ]
-    parts = [INTRODUCTION, "## The prelude", tables[0]]
-    parts += [section(entry, tiles[entry.heading]) for entry in functions]
-    parts += ["## Examples", OF_EXAMPLES, tables[1]]
-    parts += [section(entry, tiles[entry.heading]) for entry in scripts]
+    parts = [INTRODUCTION, OF_TIMES.format(machine=_times()["machine"])]
+    for heading, said, kind, entries in (
+        ("## The prelude", "", "function", functions),
+        ("## Examples", OF_EXAMPLES, "example", scripts),
+    ):
+        rows = [f"| {kind} | counted with | live | PARTIAL | ms |", "|---|---|---:|---:|---:|"]
+        rows += [_row(entry, counts(entry)) for entry in entries]
+        parts += [heading, *([said] if said else []), "\n".join(rows), *map(section, entries)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -289,78 +254,22 @@ def counts(entry: Entry) -> Counts:
     return Counts(int((kinds == FULL).sum()), int((kinds == PARTIAL).sum()), kinds.numel())
 
 
-def cost(entry: Entry, found: Counts) -> str:
-    """The tiles of a program in words."""
-    of_heads = f" of {entry.setting.heads} heads" if entry.setting.heads > 1 else ""
-    live = found.full + found.partial
-    return (
-        f"{live} of {found.total} tiles{of_heads} ({found.share}), {found.partial} of them PARTIAL"
-    )
-
-
-def measured(where: str) -> str:
-    """Times of a result file, and of FlexAttention where the file has them."""
-    file, _, case = where.partition(":")
-    results = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text("utf-8"))
-    rows, where = results["rows"], f"on one {results['machine']} (`{file}.json`)"
-    program = _benchmarked(file, case)
-    if file == "gradients":
-        (row,) = (r for r in rows if r["case"] == case and r["shape"] == [2, 16, 8192, 128])
-        times = [f"{_ms(row['with_ms'])} ms backward, with the gradients of what it captures"]
-        if row.get("forward_ms"):
-            times.insert(0, f"{_ms(row['forward_ms'])} ms forward")
-        return f"{program}: {', '.join(times)}, {where}"
-    found = {
-        row["direction"]: row
-        for row in rows
-        if row["case"] == case and all(row[key] == size for key, size in MEASURED_AT.items())
-    }
-    forward, backward = found["forward"], found["backward"]
-    return (
-        f"{program}: {_ms(forward['attndsl_ms'])} ms forward, {_ms(backward['attndsl_ms'])} ms "
-        f"backward; FlexAttention {_ms(forward['flex_ms'])} and {_ms(backward['flex_ms'])} ms, "
-        f"{where}"
-    )
+def tiles_of(entry: Entry) -> str:
+    """The tiles of its picture, by kind."""
+    return data(entry).summary.partition(";")[0] + " tiles"
 
 
 def timed(entry: Entry) -> str:
-    """Times of the program itself, where a committed file has them."""
-    forward, backward, machine = times_of(entry)
-    if not machine:
-        return "not yet"
-    return f"{forward} ms forward, {backward} ms backward, on one {machine} (`{TIMES.name}`)"
-
-
-def times_of(entry: Entry) -> tuple[str, str, str]:
-    """Milliseconds forward and backward, and the machine; empty where no file has them."""
-    if not TIMES.exists():
-        return "", "", ""
-    found = json.loads(TIMES.read_text("utf-8"))
-    row = next((row for row in found["rows"] if row["name"] == entry.heading), None)
+    """Milliseconds forward and backward, where the committed file has them for this very text."""
+    row = next((row for row in _times()["rows"] if row["name"] == entry.heading), None)
     if row is None or row["text"] != entry.text or "why" in row:
-        return "", "", ""
-    return _ms(row["forward_ms"]), _ms(row["backward_ms"]), found["machine"]
+        return "-"
+    return f"{row['forward_ms']:.3g} / {row['backward_ms']:.3g}"
 
 
-@cache
-def _cases(script: str) -> dict[str, str]:
-    """Programs that a benchmark measures, by case; read, since benchmarks import one another."""
-    tree = ast.parse((ROOT / "benchmarks" / f"{script}.py").read_text("utf-8"))
-    (table,) = (
-        node.value for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CASES"
-    )  # fmt: skip
-    assert isinstance(table, ast.Dict)
-    return {
-        ast.literal_eval(key): ast.literal_eval(value.args[0])
-        for key, value in zip(table.keys, table.values, strict=True)
-        if isinstance(value, ast.Call) and key is not None
-    }
-
-
-def _benchmarked(file: str, case: str) -> str:
-    program = _cases("gradients" if file == "gradients" else "attention")[case]
-    return f"`{program.replace(chr(10), '; ')}`"
+def _times() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(TIMES.read_text("utf-8"))
+    return found
 
 
 def _values(named: dict[str, Any], length: int) -> dict[str, Any]:
@@ -386,15 +295,10 @@ def _linked(said: str) -> str:
     return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", said)
 
 
-def _with(entry: Entry) -> str:
-    return f" with {entry.setting.words}" if entry.setting.words else ""
-
-
 def _row(entry: Entry, found: Counts) -> str:
     anchor = entry.heading.replace(".", "")
-    forward, backward, machine = times_of(entry)
-    times = f"{forward}, {backward}" if machine else "-"
-    return f"| [`{entry.heading}`](#{anchor}) | {_linked(entry.said)} | {found.share} | {times} |"
+    cells = [entry.setting.words, found.share(found.live), found.share(found.partial), timed(entry)]
+    return f"| [`{entry.heading}`](#{anchor}) | {' | '.join(cells)} |"
 
 
 def _declared(text: str, values: dict[str, Any]) -> str:
@@ -402,10 +306,6 @@ def _declared(text: str, values: dict[str, Any]) -> str:
     words = set(re.findall(r"^ *(?:param|tensor) (\w+)", text, re.MULTILINE))
     lines = [f"param {name}: int" for name in values if name not in words]
     return "\n".join([*lines, text.strip()]) + "\n"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.3g}"
 
 
 def main() -> None:

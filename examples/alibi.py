@@ -1,4 +1,4 @@
-"""ALiBi: a penalty that grows with distance, at another rate in each head (arXiv 2108.12409)."""
+"""ALiBi: a penalty that grows with distance, at a different rate per head (arXiv 2108.12409)."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A window of one's own over a mask that other code made: a trace of its function, joined.
+"""Your own window over a mask from other code: trace its function, and join the two.
 
 Libraries give masks as Python functions. `attndsl.trace` reads them as programs, and `attndsl.join`
 adds to them, whatever names they use.

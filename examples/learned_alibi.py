@@ -1,4 +1,4 @@
-"""ALiBi whose slopes are learned: each head finds out how far back it should look.
+"""ALiBi with learned slopes: each head learns how far back to look.
 
 The task is to predict a decaying mean of earlier values, at another rate in each head.
 """

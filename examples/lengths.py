@@ -1,4 +1,4 @@
-"""Batches of sequences of different lengths: no padding mask, a length for each entry."""
+"""Sequences of different lengths in one batch: a length per entry, no padding mask."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Documents packed into one row: each position sees its own document only, causally.
+"""Documents packed into one row: each position sees only its own document, causally.
 
 `doc[b, q]` is the number of the document that a position belongs to.
 """

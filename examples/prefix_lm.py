@@ -1,4 +1,4 @@
-"""Prefix LM: the first n keys are seen by all. `n` is given at each call: a run-time param."""
+"""Prefix LM: every query sees the first n keys. Each call passes `n`, a run-time param."""
 
 import attndsl
 

@@ -1,4 +1,4 @@
-"""A learned bias for each head and distance. The call makes its gradient too.
+"""A learned bias per head and distance. The backward pass computes its gradient.
 
 The table starts at zero and learns what another program computes: ALiBi.
 """

@@ -1,4 +1,4 @@
-"""Sliding window: the last `window` keys. The window is bound at compile time, by name."""
+"""Sliding window: the last `window` keys. `compile` binds the window by name."""
 
 import attndsl
 

@@ -1,4 +1,4 @@
-"""Gemma 2's local layers: scores capped softly, and a sliding window (arXiv 2408.00118)."""
+"""Gemma 2's local layers: soft-capped scores and a sliding window (arXiv 2408.00118)."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""T5's relative bias (arXiv 1910.10683): one learned number for each head and bucket of distances.
+"""T5's relative bias (arXiv 1910.10683): one learned number per head and distance bucket.
 
 Near distances have buckets of their own, and far distances share buckets. The task is to predict
 the mean of the last values: 3 values in the first head, 8 in the second.

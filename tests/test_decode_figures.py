@@ -57,7 +57,7 @@ KNOWN = [
 
 
 def _known():
-    versions = {"torch": "1", "triton": "2", "cudnn": 91900}
+    versions = {"torch": "1", "triton": "2", "cudnn": 91900, "commit": "0123456789"}
     return {"benchmark": "decode", "machine": "A & B", "date": "2000-01-01", "versions": versions,
             "rows": KNOWN}  # fmt: skip
 
@@ -66,8 +66,7 @@ def test_the_chart_is_that_of_the_result_file(script):
     chart = script("decode_chart")
     now = chart.svg(chart.committed())
     assert chart.OUTPUT.read_text("utf-8") == now, "run benchmarks/decode_chart.py --write"
-    for name in ("decoding", "benchmarks"):
-        assert "](decode.svg)" in (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    assert "](decode.svg)" in (ROOT / "docs" / "serving.md").read_text("utf-8")
 
 
 def test_every_row_and_system_is_drawn_or_said(script):
@@ -87,7 +86,7 @@ def test_every_row_and_system_is_drawn_or_said(script):
                     row[f"{system}_tbs"],
                     row[f"{system}_device"],
                 )
-    assert "17.5 (window)" in notes
+    assert "17.5x (window)" in notes
 
 
 def test_bars_are_as_long_as_their_bandwidth(script):
@@ -107,7 +106,7 @@ def test_bars_are_as_long_as_their_bandwidth(script):
     assert found.notes[1:] == (
         "Calls of 1 MB wait for more than memory: small.",
         "A copy writes half of its bytes, decoding next to none.",
-        "SDPA takes 7.0 (16) times as long.",
+        "Faster than SDPA: 7.0x (16).",
         "No such score, or no sinks: SDPA at cap.",
         "No answer in time: FlexAttention at cap.",
         "Out of memory: SDPA at small.",
@@ -170,43 +169,44 @@ def test_colours_are_seen_on_both_backgrounds(script):
 def test_tables_say_why_a_time_is_missing(script):
     decoding = script("decoding")
     text = decoding.decode_tables(_known())
-    assert "A copy has 4.00 TB/s" in text
-    assert "one A & B, 2000-01-01" in text
+    assert "A copy reaches 4.00 TB/s" in text
+    assert "one A & B; torch 1, Triton 2, cuDNN 9.19; commit 0123456." in text
     head = "8 x 32768, 32/8 heads, D128, "
     assert f"| one | {head}1 query | 100 | 50 | failed | 2 | 4 | - | 0.5 |" in text
     assert f"| cap | {head}1 query | 110 | cannot | slow | 2 | - | - | 0.5 |" in text
     assert f"| small | {head}1 query | 9.04 | memory | failed | 2 | - | - | 0.5 |" in text
     assert f"| one | {head}1 query | 200 | 123 | failed | 0.25 |" in text
     assert decoding.decode_tables(None) == decoding.serving_tables(None) == ""
-    assert (
-        "SDPA takes 0.50 to 2.00 times as long as attndsl and FlexAttention 0.50 times (2 shapes, "
-        "SDPA is faster at 1). SDPA takes 7.00 times as long with more queries"
-    ) in decoding.in_short(_known())
     with pytest.raises(ValueError, match="it has to have all rows"):
         decoding.points(_known() | {"rows": KNOWN[:1]})
-    assert decoding.points(None) == decoding.in_short(None) == decoding.of_memory(None, {}) == ""
+    with pytest.raises(ValueError, match="of several machines"):
+        decoding.points(_known(), _known() | {"machine": "C"})
+    assert decoding.points(_known(), None).startswith("attndsl on one A & B:\n\n- Decoding with")
+    assert decoding.points(None) == decoding.of_memory(None, {}) == ""
 
 
 def test_sentences_say_what_the_rows_say(script):
     decoding = script("decoding")
     assert decoding.plain_decoding(KNOWN) == (
-        "SDPA takes 0.50 to 2.00 times as long, 1.00 in the geometric mean of 2 shapes, and is "
-        "faster at 1; FlexAttention takes 0.50 times as long, and is faster at 1"
+        "0.50x to 2.00x the speed of SDPA, 1.00x in the geometric mean of 2 shapes (SDPA is faster "
+        "at 1); 0.50x the speed of FlexAttention (FlexAttention is faster at 1)"
     )
     assert decoding.masked_decoding(KNOWN) == (
-        "SDPA takes 7.00 times as long (1 case); FlexAttention has no figure there"
+        "7.00x the speed of SDPA (1 case); no figure for FlexAttention"
     )
-    assert decoding.scores(KNOWN) == "a call takes 1.10 times as long as the plain one (1 case)"
+    assert decoding.scores(KNOWN) == "0.91x the speed of the plain program (1 case)"
     assert decoding.bandwidth(KNOWN) == (
-        "0.50 of the bandwidth of a copy (4 cases); `small`, which reads 1 MB, takes 9.0 us"
+        "0.50x the bandwidth of a copy (4 cases); `small` reads 1 MB in 9.0 us"
     )
-    assert decoding.eager_decoding(KNOWN).endswith("takes 0.25 times as long (2 cases)")
+    assert decoding.eager_decoding(KNOWN) == (
+        "0.25x the speed of the faster of SDPA and FlexAttention (2 cases)"
+    )
     served = [
         {"of_dense": 0.5, "gathered_device": 8.0, "pages_device": 2.0},
         {"of_dense": None, "gathered_why": "x", "pages_device": 2.0},
     ]
-    assert decoding.beside_dense(served) == "a dense cache takes 0.50 times as long (1 case)"
-    assert decoding.beside_gathered(served).endswith("takes 4.00 times as long (1 case)")
+    assert decoding.beside_dense(served) == "0.50x the speed of a dense cache (1 case)"
+    assert decoding.beside_gathered(served).startswith("4.00x the speed of gathering keys")
 
 
 def test_pages_say_in_words_what_the_figures_say(script):
@@ -216,31 +216,33 @@ def test_pages_say_in_words_what_the_figures_say(script):
              and not row["ragged"]]  # fmt: skip
     assert len(plain) == 8
     ahead = [row["sdpa_device"] < row["attndsl_device"] for row in plain]
-    assert "it is a little faster in most cases" in _page("docs/decoding.md")
+    page = _page("docs/serving.md")
+    assert "**SDPA** is slightly faster in most cases of plain decoding." in page
     assert sum(ahead) > len(ahead) / 2
     assert all(row["sdpa_device"] > 0.85 * row["attndsl_device"] for row in plain)
     few = decode["B1 x 1k"]
     assert few["sdpa_eager"] < few["attndsl_eager"] / 2
     assert few["sdpa_device"] > 0.85 * few["attndsl_device"]
-    page = _page("docs/serving.md")
-    assert "Its lead is largest beside 1024 keys and a window, which wait" in page
+    assert "is faster than bf16 pages, most for 1024 keys and for a window. fp8 pages are" in page
     dense = {name: row["of_dense"] for name, row in serving.items() if row["of_dense"]}
     assert {name for name, ratio in dense.items() if ratio > 0.99} == {"fp8"}
     assert sorted(dense, key=dense.get)[:2] == ["B1 x 1k", "window"]
     eager = {name for name in dense
              if serving[name]["dense_eager"] > serving[name]["pages_eager"]}  # fmt: skip
     assert eager >= {"B1 x 1k", "window", "fp8"}
-    assert "a dense cache is slower beside 1024 keys and beside a window" in page
+    assert "From Python, pages are faster for 1024 keys and for a window" in page
     other = {name: row["flashinfer_device"] / row["pages_device"]
              for name, row in serving.items() if "flashinfer_device" in row}  # fmt: skip
     assert set(serving) - set(other) == {"tree"}
+    assert "is slower for 1024 keys, a window, fp8, and most for a prompt chunk." in page
+    assert "equal for one long request, and faster in the other cases, most for 64 drafts" in page
     slower = {"B1 x 1k", "window", "fp8", "chunk"}
     assert {name for name, ratio in other.items() if ratio > 1.01} == slower
     equal = {name for name, ratio in other.items() if 0.98 < ratio < 1.01}
     assert equal == {"B1 x 128k, pages of 16", "B1 x 128k, pages of 128"}
     assert min(other, key=other.get) == "causal, 64 drafts"
     assert max(other, key=other.get) == "chunk"
-    assert "Pages of 1 key cost no more than pages of 16." in page
+    assert "pages of 1 cost no more than pages of 16" in page
     one, sixteen = (serving[f"B32 x 4k, pages of {size}"]["pages_device"] for size in (1, 16))
     assert one <= sixteen
     gathered = {name: row["gathered_device"] / row["pages_device"] for name, row in serving.items()}
@@ -253,15 +255,18 @@ ON_H100 = ("gallery_times",)
 
 
 def test_pages_name_what_is_not_measured_and_the_machines(script):
-    page = _page("docs/benchmarks.md")
+    page = _page("docs/results/decoding.md")
     assert {row.name for row in script("serving").ROWS} == set(_rows("serving"))
     without = {name for name, row in _rows("serving").items() if "flashinfer_device" not in row}
     assert without == {"tree"}
-    assert "FlashInfer has none at `tree`." in page
+    assert "FlashInfer has no time in the row `tree`." in page
+    graphless = {name for name, row in _rows("serving").items() if not row.get("planned_device")}
+    assert graphless == {"chunk"}
+    assert "`planned` has no CUDA graph time in the row `chunk`." in page
     assert {row.name for row in script("decode").ROWS} == set(_rows("decode"))
     why = {name: row.get("flex_why", "") for name, row in _rows("decode").items()}
     assert [name for name, said in why.items() if "InductorError" in said] == ["64 requests"]
-    assert "FlexAttention has no figure at the row `64 requests`" in page
+    assert "FlexAttention has no time in the row `64 requests`" in page
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         machine = json.loads(path.read_text("utf-8"))["machine"]
         if "NVIDIA" in machine:

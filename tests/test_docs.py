@@ -164,8 +164,9 @@ def test_links_lead_somewhere(page):
             ], target
 
 
-def test_the_language_reference_names_everything():
-    text = (ROOT / "docs" / "language.md").read_text("utf-8")
+@pytest.mark.parametrize("name", ["language", "cheatsheet"])
+def test_the_language_reference_names_everything(name):
+    text = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
     words = set(re.findall(r"\w+", text))
     assert set(prelude_names()) <= words
     assert set(NAMES) | set(FLOAT_FUNCTIONS) <= words
@@ -218,14 +219,15 @@ def test_the_table_shows_what_the_file_says(monkeypatch):
         row | {"direction": "backward", "attndsl_ms": 123.4, "flex_ms": None},
     ]
     results = {"machine": "GPU", "date": "2000-01-01", "rows": rows}
-    results["versions"] = {"torch": "1", "triton": "2", "cudnn": 91900}
-    text = table.figures(results)
+    results["versions"] = {"torch": "1", "triton": "2", "cudnn": 91900, "commit": "0123456789"}
+    monkeypatch.setattr(table, "load", {"known": results}.get)
+    text = table.tables("known")
     # Without cuDNN, which ran nothing at this shape, and FlexAttention's backward.
     assert "| full | 1.23 | 2 | 9 | 123 | 9 |" in text
-    assert (
-        "length 8, head dim 4, bf16, on one GPU; 2000-01-01; torch 1, Triton 2, cuDNN 9.19" in text
-    )
-    assert table.figures(None).startswith("No results")
+    assert "on one GPU; torch 1, Triton 2, cuDNN 9.19; commit 0123456." in text
+    assert "Batch 1, 2 heads, length 8, head dim 4, bf16:" in text
+    assert "2000" not in text
+    assert table.tables("none") == ""
     with pytest.raises(ValueError, match="missing"):
         table.replace("no marks", "x")
 

@@ -35,8 +35,52 @@ def test_the_page_shows_the_results(scaling):
     found = json.loads(scaling.MEASURED.read_text("utf-8"))["rows"]
     shown = page.split(scaling.MEASURED_BEGIN)[1].split(scaling.MEASURED_END)[0].strip()
     assert shown == scaling.table_of_measured(found)
+    shown = page.split(scaling.PREDICTED_BEGIN)[1].split(scaling.PREDICTED_END)[0].strip()
+    assert shown == scaling.errors_of_simulation(found)
+    told = sys.modules["scaling_told"]
+    shown = [row for row in found if row["heads"] == told.SHOWN]
+    assert {row["machine"] for row in shown} == {"2 x NVIDIA H200"}  # As the page says.
+    slower = [
+        (row["program"], row["tokens"]) for row in shown for peer in told.PEERS
+        if row.get(f"{peer}_step_ms", row["attndsl_step_ms"]) < row["attndsl_step_ms"]
+    ]  # fmt: skip
+    assert slower == [("window1024", 8192), ("documents2000", 8192)]
+    assert "all cases but two: `window1024` and `documents2000` at 8,192 tokens" in page
+    (window,) = (x for x in shown if (x["program"], x["tokens"]) == slower[0])
+    in_graph, flex = window["attndsl_graph_step_ms"], window["torch_flex_step_ms"]
+    said = f"then takes {in_graph:.2f} ms, and FlexAttention takes {flex:.2f} ms without a graph"
+    assert said in " ".join(page.split())
     drawn = scaling.draw(scaling.best_rows(rows), scaling.RANKS)
     assert scaling.PICTURE.read_text("utf-8") == drawn
+
+
+def test_the_guide_to_many_gpus_has_the_figures(scaling):
+    told, page = sys.modules["scaling_told"], (ROOT / "docs" / "scale.md").read_text("utf-8")
+    rows = json.loads(scaling.MEASURED.read_text("utf-8"))["rows"]
+    rows = [row for row in told.completed(rows) if row["heads"] == told.SHOWN]
+    bound = {("window1024", 8192), ("documents2000", 8192)}
+    for tokens, label, is_bound in (
+        (8192, "8,192, host-bound cases", True), (8192, "8,192, other cases", False),
+        (32768, "32,768", False), (131072, "131,072", False),
+    ):  # fmt: skip
+        found = [
+            told.shares(row) for row in rows
+            if row["tokens"] == tokens and ((row["program"], tokens) in bound) == is_bound
+        ]  # fmt: skip
+        cells = " | ".join(
+            f"{min(x[key] for x in found):.0%} to {max(x[key] for x in found):.0%}"
+            for key in ("forward_kept", "step_kept")
+        )
+        assert f"| {label} | {cells} |" in page
+    (window,) = (x for x in rows if (x["program"], x["tokens"]) == ("window1024", 8192))
+    page = " ".join(page.split())
+    in_graphs = told.shares(window)["graph_step_kept"]
+    assert f"In CUDA graphs the window reaches {in_graphs:.0%} per step." in page
+    for peer, name in zip(told.PEERS, ("SDPA ring", "FlexAttention"), strict=True):
+        speeds = [
+            x[f"{peer}_step_ms"] / x["attndsl_step_ms"] for x in rows if x["program"] == "causal"
+        ]
+        assert f"{min(speeds):.2f}x to {max(speeds):.2f}x faster than torch's {name}" in page
 
 
 def test_the_results_are_those_of_this_code(scaling):
@@ -282,23 +326,32 @@ def test_tables_tell_the_error_and_what_is_missing(scaling):
                "alone_step_ms": 6.0, "attndsl_tflops_per_gpu_forward": 400.0,
                "alone_tflops_per_gpu_forward": 500.0, "predicted_forward_ms": 1.6,
                "predicted_step_ms": 11.0, "predicted_megabytes": 7.0}  # fmt: skip
-    key = {"program": "gain", "heads": "64,8", "ranks": 2, "tokens": 8192}
+    key = {"program": "gain", "heads": told.SHOWN, "ranks": 2, "tokens": 8192}
     rows = [
         {**key, **figures, "torch_flex_step_ms": 20.0, "torch_sdpa_why": "no scores"},
         {**key, "ranks": 8, "why": "CUDA out of memory"},
     ]
     text = told.table_of_measured(rows)
-    assert "| gain | 64/8 | 2 | 8,192 | 2.00 | 12.00 | 400 | 200 | 0.80 | 0.80 | - |" in text
+    assert "| gain | 2 | 8,192 | 2.00 | 12.00 | 400 | 200 | 80% | 80% | - | - | 1.67x |" in text
+    assert "| gain | 8 | 8,192 | - | - | - | - | - | - | - | - | - |" in text
+    far = told.table_of_measured([{**rows[0], "torch_sdpa_step_ms": 150.0}])
+    assert "| 80% | 80% | - | 12x | 1.67x |" in far
+    assert "- `attndsl` has no figure for gain (8 x 8,192): CUDA out of memory." in text
+    assert "- `torch_sdpa` has no figure for gain (2 x 8,192): no scores." in text
+    others = [{**x, "heads": "64,8"} for x in rows]
+    assert told.table_of_measured(others).count("\n") == 1
+    assert "| gain | 64/8 | 2 | 8,192 | 1.60 | 1.25 | 11.00 | 1.09 | 7 | - |" in (
+        told.table_of_predicted(others)
+    )
+    text = told.errors_of_simulation([*rows, {**rows[0], "predicted_step_ms": 10.0}])
+    assert text == (
+        "On 2 GPUs a forward takes 1.25x to 1.25x the predicted time (0 of 2 within 10%); "
+        "a step takes 1.09x to 1.20x the predicted time (1 of 2 within 10%)."
+    )
     graphs = {"attndsl_graph_forward_ms": 1.8, "attndsl_graph_step_ms": 10.0,
               "alone_graph_forward_ms": 1.0, "alone_graph_step_ms": 5.0}  # fmt: skip
-    told_graphs = told.table_of_measured([{**rows[0], **graphs}])
-    assert "| 400 | 200 | 0.80 | 0.80 | 0.89, 0.80 |" in told_graphs
+    assert "| 80% | 80% | 80% | - |" in told.table_of_measured([{**rows[0], **graphs}])
     assert "0.89, 0.80" in told.short_table([{**rows[0], **graphs}])
-    assert "| gain | 64/8 | 2 | 8,192 | 1.60 | 1.25 | 11.00 | 1.09 | 7 | - | - | 20.00 |" in text
-    assert "on 2 GPUs: a forward takes 1.25 to 1.25 of the prediction, and 0 of 1" in text
-    assert "on 8 GPUs" not in text
-    assert "- No figure of `attndsl`: CUDA out of memory. Of gain (8 x 8,192)." in text
-    assert "- No figure of `torch_sdpa`: no scores. Of gain (2 x 8,192)." in text
     short = told.short_table([*rows, {**rows[0], "same_bits": False}])
     assert "other bits" in short.splitlines()[3]
     many = [

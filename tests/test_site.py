@@ -34,13 +34,12 @@ def test_times_of_the_gallery_are_those_of_its_programs(script, monkeypatch, tmp
     gallery = script("gallery")
     entry = gallery.prelude_entries()[0]
     monkeypatch.setattr(gallery, "TIMES", tmp_path / "gallery_times.json")
-    assert gallery.timed(entry) == "not yet"
     row = {"name": entry.name, "text": entry.text, "forward_ms": 1.2345, "backward_ms": 2.0}
     for change, said in (
-        ({}, "1.23 ms forward, 2 ms backward, on one GPU X (`gallery_times.json`)"),
-        ({"text": "another"}, "not yet"),
-        ({"name": "another"}, "not yet"),
-        ({"why": "no memory"}, "not yet"),
+        ({}, "1.23 / 2"),
+        ({"text": "another"}, "-"),
+        ({"name": "another"}, "-"),
+        ({"why": "no memory"}, "-"),
     ):
         gallery.TIMES.write_text(json.dumps({"machine": "GPU X", "rows": [row | change]}))
         assert gallery.timed(entry) == said
@@ -72,20 +71,19 @@ def test_a_function_without_a_program_is_an_error(script, monkeypatch):
         gallery.prelude_entries()
 
 
-def test_times_of_the_gallery_are_those_of_the_files(script):
+def test_times_of_the_gallery_are_those_of_the_file(script):
     gallery = script("gallery")
-    said = gallery.measured("sparse_attention:window1024")
-    rows = json.loads((ROOT / "benchmarks/results/sparse_attention.json").read_text())["rows"]
-    found = [r for r in rows if r["case"] == "window1024" and r["D"] == 128]
-    times = [f"{r[key]:.3g}" for key in ("attndsl_ms", "flex_ms") for r in found]
-    assert re.findall(r"\d\.\d+", said) == times
-    assert said.startswith("`sliding_window(1024)`: ")
-    entries = [*gallery.prelude_entries(), *gallery.example_entries()]
+    found = json.loads(gallery.TIMES.read_text("utf-8"))
     page = gallery.PAGE.read_text("utf-8")
-    assert page.count("- Measured: ") == len(entries)
-    timed = {row["name"] for row in json.loads(gallery.TIMES.read_text("utf-8"))["rows"]}
-    missing = [e for e in entries if not e.setting.measured and e.heading not in timed]
-    assert page.count("- Measured: not yet") == len(missing)
+    assert f"on one {found['machine']}: batch 2," in page
+    rows = {row["name"]: row for row in found["rows"]}
+    shown = dict(re.findall(r"^\| \[`([^`]+)`\].* \| ([^|]+) \|$", page, re.MULTILINE))
+    entries = [*gallery.prelude_entries(), *gallery.example_entries()]
+    assert list(shown) == [entry.heading for entry in entries]
+    assert "-" not in shown.values()
+    for name, times in shown.items():
+        row = rows[name]
+        assert times == f"{row['forward_ms']:.3g} / {row['backward_ms']:.3g}"
 
 
 def test_the_notebook_is_the_tutorial_and_runs(script, tmp_path):
@@ -129,6 +127,10 @@ MASKS = [
     (
         "Images in a text", 0, {"image": torch.where(IDS == 1, 0, -1)[None]},
         lambda q, kv: (kv <= q) | ((IDS[q] == 1) & (IDS[kv] == 1)),
+    ),
+    (
+        "Images in a text", 1, {"window": 50, "image": torch.where(IDS == 1, 0, -1)[None]},
+        lambda q, kv: ((kv <= q) | ((IDS[q] == 1) & (IDS[kv] == 1))) & (kv > q - 50),
     ),
     ("Sinks", 0, {"window": 9}, lambda q, kv: (kv <= q) & (kv > q - 9)),
     ("Chunks", 0, {"chunk": 20}, lambda q, kv: (kv <= q) & (q // 20 == kv // 20)),
@@ -193,6 +195,28 @@ def test_the_scores_of_models():
     capped = attndsl.compile(_program("Soft cap", 1)).scores(q, k, scale=1.0)
     torch.testing.assert_close(capped, 50 * torch.tanh(raw / 50) + dead)
     assert torch.equal(attndsl.compile(_program("All pairs")).scores(q, k, scale=1.0), raw)
+    near = torch.randn(2, 3, 24, 5).double()
+    found = attndsl.compile(_program("Bias of each query")).scores(
+        q, k, scale=1.0, near=near, window=9
+    )
+    # Inkling's own rule (transformers' ``InklingRelativeLogits``): none from distance 5 on.
+    index = back.clamp(0, 4).expand(2, 3, -1, -1)
+    bias = near.gather(-1, index).masked_fill((back < 0) | (back >= 5), 0.0)
+    torch.testing.assert_close(found, raw + bias + dead.masked_fill(back >= 9, -torch.inf))
+
+
+def test_the_snippets_of_models_compute_what_the_programs_do():
+    text = (DOCS / "models.md").read_text("utf-8")
+    names = {}
+    for snippet in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(compile(snippet, "models.md", "exec"), names)
+    q, k, v, table, sink = (names[name] for name in ("q", "k", "v", "table", "sink"))
+    of_pairs = attndsl.compile(_program("T5", 1))
+    torch.testing.assert_close(names["attended"], of_pairs(q, k, v, table=table, scale=1.0))
+    dead = torch.ones(q.shape[2], k.shape[2]).triu(1).bool()
+    scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(dead, -torch.inf)
+    weights = torch.cat([scores, sink[..., None]], -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(names["out"], weights @ v, atol=1e-5, rtol=1e-5)
 
 
 def _t5_bucket(relative, bidirectional, buckets=32, longest=128):
@@ -277,7 +301,13 @@ def _pages(nav):
 def test_the_site_has_every_page_once_and_nothing_from_elsewhere():
     settings = _settings()
     pages = list(_pages(settings["nav"]))
-    assert sorted(pages) == sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+    found = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")}
+    for_developers = {page for page in found if page.startswith("dev/")}
+    assert sorted(pages) == sorted(found - for_developers)
+    assert settings["not_in_nav"].split() == ["dev/*.md"]
+    index = (DOCS / "dev" / "contributing.md").read_text("utf-8")
+    for page in for_developers - {"dev/contributing.md"}:
+        assert f"({page.removeprefix('dev/')})" in index, page
     assert settings["theme"]["font"] is False
     for path in (*DOCS.rglob("*.css"), *DOCS.rglob("*.svg")):
         text = re.sub(r"http://www\.w3\.org/\S+", "", path.read_text("utf-8"))
@@ -287,17 +317,28 @@ def test_the_site_has_every_page_once_and_nothing_from_elsewhere():
 
 def test_the_api_pages_have_every_public_name():
     pages = {path.stem: path.read_text("utf-8") for path in (DOCS / "api").glob("*.md")}
-    shown = set(re.findall(r"^::: (\S+)$", "\n".join(pages.values()), re.MULTILINE))
+    shown = set(re.findall(r"^## `(\S+)`$", "\n".join(pages.values()), re.MULTILINE))
     modules = {"compat", "errors", "flex", "layout", "nn", "parallel"}
     for name in set(attndsl.__all__) - modules - {"AttnDSLError"}:
         assert f"attndsl.{name}" in shown, name
-    listed = set(re.findall(r"^        - (\w+)$", pages["errors"], re.MULTILINE))
+    listed = set(re.findall(r"^## `attndsl\.errors\.(\w+)`$", pages["errors"], re.MULTILINE))
     tree = ast.parse((ROOT / "attndsl" / "errors.py").read_text("utf-8"))
     assert listed == {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for name in attndsl.flex.__all__:
-        assert f"attndsl.flex.{name}" in shown or name in pages["flex"] or name == "trace"
+        assert f"attndsl.flex.{name}" in shown or f"`{name}`" in pages["flex"] or name == "trace"
     for name in attndsl.compat.__all__:
         assert f"attndsl.compat.{name}" in shown or f"`{name}`" in pages["compat"]
+    methods = set(re.findall(r"^### `Attention\.(\w+)`$", pages["attention"], re.MULTILINE))
+    assert {"__call__", "backward", "mask", "serve", "tiles", "tune"} <= methods
+
+
+def test_the_api_pages_are_those_of_the_docstrings(script):
+    api = script("api_pages")
+    pages = {path.stem: path.read_text("utf-8") for path in (DOCS / "api").glob("*.md")}
+    assert pages == {stem: api.page(stem) for stem in api.PAGES}, "run docs/api_pages.py"
+    words = {stem: len(text.split()) for stem, text in pages.items()}
+    assert max(words.values()) <= api.MOST_WORDS_OF_A_PAGE
+    assert sum(words.values()) <= api.MOST_WORDS
 
 
 def test_what_github_shows_and_the_site_would_not(script):
@@ -309,12 +350,59 @@ def test_what_github_shows_and_the_site_would_not(script):
     )
 
 
+def _described(amount, scale=1.0, *, mode="auto", seed=None):
+    """Multiply ``amount``, as :func:`~a.b.other` does.
+
+    This paragraph is left out.
+
+    Args:
+        amount: (B, Hq, Lq, D). This sentence is left out.
+        scale: A factor of so many words that this is a long sentence with several clauses;
+            this one says nothing of values; 1 by default.
+        mode: ``auto``: the fastest. ``slow``: the other one. This is left out.
+        seed: Of e.g. Philox.
+
+    Returns:
+        The product. More.
+
+    Raises:
+        ShapeError, DTypeError: Whatever.
+        ArgumentError: Another
+            line.
+
+    Example:
+        >>> _described(1)
+    """
+
+
 def test_docstrings_of_the_site(script):
-    pytest.importorskip("griffe")
-    docstrings = script("docstrings")
-    assert docstrings.plain("See :func:`compile`, :class:`~a.b.C`.\n\n    Example:\n") == (
-        "See `compile`, `C`.\n\n    Examples:\n"
-    )
+    api = script("api_pages")
+    lines = api._about("described", _described, api.Described())
+    assert "\n".join(lines).split("\n\n") == [
+        "```text\ndescribed(amount, scale=1.0, *, mode='auto', seed=None)\n```",
+        "Multiply `amount`, as `other` does.",
+        "- `amount`: (B, Hq, Lq, D).\n"
+        "- `scale`: A factor of so many words that this is a long sentence with several clauses; "
+        "1 by default.\n"
+        "- `mode`: `auto`: the fastest. `slow`: the other one.\n"
+        "- `seed`: Of e.g. Philox.",
+        "**Returns** The product.",
+        "**Raises** `ShapeError`, `DTypeError`, `ArgumentError`\n",
+    ]
+
+
+def test_arguments_that_a_page_has_described_are_references(script):
+    described = script("api_pages").Described()
+    assert described.lines("f", [("a", "One."), ("b", "Two."), ("c", "Two.")]) == [
+        "- `a`: One.", "- `b`, `c`: Two."
+    ]  # fmt: skip
+    assert described.lines("g", [("a", "One."), ("b", "Other.")]) == [
+        "- `b`: Other.", "- `a`: see `f`."
+    ]  # fmt: skip
+    call = [("scale", "A factor."), ("q", "As of a call."), ("k", "The same."), ("n", "Own.")]
+    assert described.lines("Attention.g", call) == [
+        "- `n`: Own.", "- `scale`, `q`, `k`: see `Attention.__call__`."
+    ]  # fmt: skip
 
 
 def test_the_files_beside_the_readme_name_the_project_as_it_is():

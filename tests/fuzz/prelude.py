@@ -1,4 +1,4 @@
-"""Functions of the prelude, in the fuzzer's own trees: from what docs/language.md says of them."""
+"""Functions of the prelude, in the fuzzer's own trees: from what docs/gallery.md says of them."""
 
 from __future__ import annotations
 

@@ -320,7 +320,10 @@ def test_explanations_follow_the_table_of_configs(monkeypatch):
 def test_the_guide_shows_an_explanation():
     guide = Path(__file__).parents[3] / "docs" / "guide.md"
     lines = lines_of("tensor cap[heads]: float; score = cap[h] * tanh(score / cap[h])", 64)
-    assert "\n" + "\n".join(lines) + "\n```" in guide.read_text("utf-8")
+    backward = next(i for i, line in enumerate(lines) if line.startswith("  backward "))
+    assert len(lines[backward:]) > 1
+    shown = "`score = cap[h] * tanh(score / cap[h])`:\n\n```text\n"
+    assert shown + "\n".join(lines[backward:]) + "\n```" in guide.read_text("utf-8")
 
 
 @pytest.fixture
