@@ -80,8 +80,8 @@ def compile(  # noqa: A001
 
     Args:
         text: The program, in the language of ``docs/language.md``.
-        backend: ``auto`` (``hopper`` or ``triton`` on GPUs, ``cpu`` on CPUs), one of these,
-            ``short``, ``decode`` or ``reference``.
+        backend: ``auto`` (the best kernels for the device), ``hopper``, ``triton``, ``short``,
+            ``decode``, ``cpu`` or ``reference``.
         name: Name of the text in errors, such as a file's name. If it is not that of a file, it is
             the program's name in profiles and logs too.
         checked: Whether out-of-range lookups of live pairs are errors (reference backend only);

@@ -28,10 +28,10 @@ REASONS = {
 FAILED = "failed"
 FEW_BYTES = 1 << 24
 """Calls that read fewer wait for more than memory, and are compared by time."""
-MEANINGS = "TB/s count live bytes: keys and values that some query may see, queries, and output"
+MEANINGS = "TB/s counts live bytes: queries, output, and the keys and values that any query can see"
 ABSENT = (
-    "`cannot`: the system has no such score, or no sinks. `failed`: the system did not run the row "
-    "in this benchmark."
+    "`cannot`: the system does not support the score or sinks. `failed`: the row did not run in "
+    "this benchmark."
 )
 
 
@@ -66,13 +66,13 @@ def decode_tables(results: Mapping[str, Any] | None) -> str:
         return ""
     rows = calls(results["rows"])
     copy = copy_tbs(results)
-    of_copy = f" A copy reaches {copy:.2f} TB/s, reads and writes together." if copy else ""
+    of_copy = f" A copy reaches {copy:.2f} TB/s, counting reads and writes." if copy else ""
     device = _table(rows, SYSTEMS, "device", ("of the copy", lambda row: _number(row["of_copy"])))
     best = ("best peer / attndsl", lambda row: _number(row["best_eager"]))
     eager = _table(rows, SYSTEMS, "eager", best)
     return "\n\n".join([
         f"{_head(results)} Device time of one call in a CUDA graph. {MEANINGS}.{of_copy} {ABSENT}",
-        device, "The same calls from Python, with the host's time:", eager,
+        device, "The same calls from Python, including host time:", eager,
     ])  # fmt: skip
 
 
@@ -84,12 +84,12 @@ def serving_tables(results: Mapping[str, Any] | None) -> str:
     quotient = ("dense / pages", lambda row: _number(row["of_dense"]))
     return "\n\n".join([
         f"{_head(results)} Device time of one step in a CUDA graph. `pages` reads keys through the "
-        "page table, `planned` does so with a plan made in advance, `gathered` is the default of "
-        "`serve`, and `dense` runs the decode kernels over a bf16 cache without pages. FlashInfer "
-        f"runs its paged FA2 kernels, with a plan made in advance. {MEANINGS}, in the dtype of the "
-        "pages: in the row `fp8`, `dense` reads twice as many bytes.",
+        "page table, `planned` also uses a plan made in advance, `gathered` is the default mode of "
+        "`serve`, and `dense` runs the decode kernels on a bf16 cache without pages. FlashInfer "
+        f"runs its paged FA2 kernels with a plan made in advance. {MEANINGS}, in the page dtype: "
+        "in the row `fp8`, `dense` reads twice as many bytes.",
         _table(rows, WAYS, "device", quotient),
-        "The same steps from Python, with the host's time:",
+        "The same steps from Python, including host time:",
         _table(rows, WAYS, "eager", None),
     ])  # fmt: skip
 
@@ -99,9 +99,9 @@ def plain_decoding(rows: Rows) -> str:
     found = [row for row in calls(rows) if is_plain(row)]
     sdpa, flex = (ratios(found, system, "device") for system in ("sdpa", "flex"))
     return (
-        f"{versus(sdpa, 'SDPA')}, {geometric_mean(sdpa):.2f}x in the geometric mean of "
-        f"{len(sdpa)} shapes (SDPA is faster at {_behind(sdpa)}); {versus(flex, 'FlexAttention')} "
-        f"(FlexAttention is faster at {_behind(flex)})"
+        f"{versus(sdpa, 'SDPA')}, geometric mean {geometric_mean(sdpa):.2f}x over "
+        f"{len(sdpa)} shapes (SDPA is faster in {_behind(sdpa)}); {versus(flex, 'FlexAttention')} "
+        f"(FlexAttention is faster in {_behind(flex)})"
     )
 
 
@@ -184,10 +184,10 @@ ANSWERS: tuple[tuple[str, str, Callable[[Rows], str]], ...] = (
     ("Decoding with one query, plain scores, device time", DECODE, plain_decoding),
     ("Decoding with one query, plain scores, from Python", DECODE, eager_decoding),
     (
-        "Decoding with more queries, a window, scores, or several lengths, device time",
+        "Decoding with more queries, a window, custom scores, or mixed lengths, device time",
         DECODE, masked_decoding,
     ),
-    ("Decoding with scores or sinks, device time", DECODE, scores),
+    ("Decoding with custom scores or sinks, device time", DECODE, scores),
     ("Decoding, bandwidth", DECODE, bandwidth),
     ("Serving over pages, device time", SERVING, beside_dense),
     ("Serving over pages, device time", SERVING, beside_gathered),

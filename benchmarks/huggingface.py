@@ -98,7 +98,9 @@ def measured(family: str) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a table of Markdown."""
     words = {True: "yes", False: "**no**", None: "-"}
-    lines = ["| family | logits | gradients | `generate` equal |", "| --- | ---: | ---: | --- |"]
+    lines = [
+        "| family | logits | gradients | same `generate` output |", "| --- | ---: | ---: | --- |"
+    ]  # fmt: skip
     for row in rows:
         numbers = [f"{row[name]:.1e}".replace("e-0", "e-") for name in ("logits", "gradients")]
         numbers = ["0" if number.startswith("0.0") else number for number in numbers]

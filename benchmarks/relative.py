@@ -121,9 +121,9 @@ LINES = (
     _line("FlashAttention-4", "fa4", "soft cap", DENSE, ("softcap",), False),
     _line("FlashAttention-2", "fa2", "full and causal", OTHER, _PLAIN, False, lengths=_is_long),
     _line("cuDNN", "cudnn", "full and causal", DENSE, _PLAIN, True),
-    _line("cuDNN", "cudnn", "512 rows, eager", OTHER, _PLAIN, True, lengths=_is_short),
+    _line("cuDNN", "cudnn", "512 tokens, from Python", OTHER, _PLAIN, True, lengths=_is_short),
     Line("SDPA", "decoding, 1 query", _DECODE, _decoded("sdpa", is_plain=True), is_headline=True),
-    Line("SDPA", "decoding, 1024 keys, eager", _DECODE, _few_keys, is_headline=True),
+    Line("SDPA", "decoding, 1024 keys, from Python", _DECODE, _few_keys, is_headline=True),
     Line("SDPA", "other decoding", _DECODE, _decoded("sdpa", is_plain=False)),
     Line("FlashInfer", "decoding, pages", decoding.SERVING, _paged),
 )
@@ -138,9 +138,9 @@ def headlines(load: Load) -> str:
     forward, backward = _speeds(flex, files)
     level = [speed for speeds in _speeds(fa4, files) for speed in speeds]
     return "\n\n".join([
-        f"Masks and scores run at {_round(forward)} the speed of FlexAttention forward and "
-        f"{_round(backward)} backward. Full and causal attention is level with FlashAttention-4 "
-        f"({decoding.span(level)}). Figures below 1x are losses.",
+        f"Masks and scores run at {_round(forward)} FlexAttention's speed in the forward pass and "
+        f"{_round(backward)} in the backward pass. Full and causal attention is on par with "
+        f"FlashAttention-4 ({decoding.span(level)}). Below 1x, attndsl is slower.",
         table(files, [line for line in LINES if line.is_headline]),
         conditions(files),
     ])  # fmt: skip
@@ -175,8 +175,9 @@ def conditions(files: Mapping[str, dict[str, Any] | None]) -> str:
     lengths = [row["S"] for row in found[DENSE]["rows"]]
     return (
         f"One {machines.pop()}, bf16, torch {versions['torch'].partition('+')[0]}, Triton "
-        f"{versions['triton']}, cuDNN {cudnn // 10000}.{cudnn // 100 % 100}, length {min(lengths)} "
-        f"to {max(lengths)} (FlexAttention: {_shape(found[SPARSE])}). Commits {', '.join(commits)}."
+        f"{versions['triton']}, cuDNN {cudnn // 10000}.{cudnn // 100 % 100}. Lengths "
+        f"{min(lengths)} to {max(lengths)} unless specified; FlexAttention at "
+        f"{_shape(found[SPARSE])}. Commits {', '.join(commits)}."
     )
 
 

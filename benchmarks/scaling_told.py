@@ -209,14 +209,14 @@ def errors_of_simulation(rows: list[dict[str, Any]]) -> str:
     timed = [row for row in rows if "attndsl_step_ms" in row]
     for ranks in sorted({row["ranks"] for row in timed}):
         texts = []
-        for part in ("forward", "step"):
+        for part, name in (("forward", "forward pass"), ("step", "step")):
             found = [shares(x)[f"{part}_error"] for x in timed if x["ranks"] == ranks]
             near = sum(abs(x) <= 0.1 for x in found)
             texts.append(
-                f"a {part} takes {1 + min(found):.2f}x to {1 + max(found):.2f}x the predicted time "
+                f"a {name} takes {1 + min(found):.2f}x to {1 + max(found):.2f}x the predicted time "
                 f"({near} of {len(found)} within 10%)"
             )
-        lines.append(f"On {ranks} GPUs {'; '.join(texts)}.")
+        lines.append(f"On {ranks} GPUs, {'; '.join(texts)}.")
     return "\n".join(lines)
 
 

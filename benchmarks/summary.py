@@ -132,17 +132,17 @@ def _flashinfer_speeds(rows: Rows) -> list[float]:
 
 def _learned(rows: Rows) -> str:
     found = [1 / row["cost"] for row in rows if row["case"] in _LEARNED]
-    return f"{versus(found, 'a backward without them')} ({count(found)})"
+    return f"{versus(found, 'a backward pass without them')} ({count(found)})"
 
 
 def _deterministic(rows: Rows) -> str:
     found = [row["attndsl_ms"] / row["deterministic_ms"] for row in rows]
-    return f"{versus(found, 'the default backward')} ({count(found)})"
+    return f"{versus(found, 'the default backward pass')} ({count(found)})"
 
 
 def _odd(rows: Rows) -> str:
     found = [1 / row["cost"] for row in rows]
-    return f"{versus(found, 'the next larger multiple')} ({count(found)})"
+    return f"{versus(found, 'the next larger aligned shape')} ({count(found)})"
 
 
 def _started(rows: Rows, system: str, cache: str) -> list[float]:
@@ -220,8 +220,8 @@ def _lists(rows: Rows) -> str:
     found = {row["what"]: row for row in rows}
     step, forward, backward = (found[what] for what in ("step", "forward", "backward"))
     return (
-        f"{versus([step['cost']], 'lists made in each call')} in a step of {step['layers']} "
-        f"layers, {span([forward['cost']])} in a forward; "
+        f"{versus([step['cost']], 'lists built in each call')} in a step of {step['layers']} "
+        f"layers, {span([forward['cost']])} in a forward pass; "
         f"{versus([forward['ahead'], backward['ahead']], 'FlexAttention')}"
     )
 
@@ -265,13 +265,13 @@ def _plans(rows: Rows) -> str:
 
 def _calls(rows: Rows) -> str:
     found = [row["call_us"] for row in rows]
-    return f"{min(found):.0f} to {max(found):.0f} us of host time"
+    return f"{min(found):.0f} to {max(found):.0f} us"
 
 
 def _in_graphs(rows: Rows) -> str:
     found = [f"{row['above_us']:.0f}" for row in rows if row["attention"] == "attndsl"]
     low, high = min(found, key=float), max(found, key=float)
-    return f"{low if low == high else f'{low} to {high}'} us more host time than SDPA"
+    return f"{low if low == high else f'{low} to {high}'} us more than SDPA"
 
 
 def _in_graphs_speeds(rows: Rows) -> list[float]:
@@ -301,14 +301,14 @@ ODD_SHAPES = Section("shapes", "Odd shapes")
 SHORT_SHAPES = Section("shapes", "Short shapes")
 DECODING = Section("decoding", "Decoding")
 SERVING = Section("decoding", "Serving over pages")
-START = Section("host", "Start of a process")
+START = Section("host", "Process start-up")
 GPT = Section("host", "Training step of a GPT")
 MODELS = Section("host", "Training steps of five models")
 GENERATION = Section("host", "Generation with Hugging Face")
-LISTS = Section("host", "Kept tile lists")
+LISTS = Section("host", "Reused tile lists")
 SPARSITY = Section("host", "Live tiles of long masks")
 CALLS = Section("host", "Calls from Python")
-IN_GRAPHS = Section("host", "Layers of torch.compile")
+IN_GRAPHS = Section("host", "Compiled layers")
 ON_CPUS = Section("host", "CPU backend")
 
 _SECTIONS = {decoding.DECODE: DECODING, decoding.SERVING: SERVING}
@@ -345,7 +345,7 @@ QUESTIONS = (
         Question(text, file, _SECTIONS[file], answer, _OTHERS.get(answer))
         for text, file, answer in decoding.ANSWERS
     ),
-    Question("Start to first training step", "start_cuda", START, _start, _start_speeds),
+    Question("Process start to first training step", "start_cuda", START, _start, _start_speeds),
     Question(
         "Training step of a GPT", "gpt", GPT, _step, lambda rows: list(_step_speeds(rows).values())
     ),
@@ -358,16 +358,16 @@ QUESTIONS = (
         lambda rows: versus(_generation_speeds(rows), "SDPA"), _generation_speeds,
     ),
     Question(
-        "Kept tile lists of data masks", "lists", LISTS, _lists,
+        "Reused tile lists of data masks", "lists", LISTS, _lists,
         lambda rows: [row["ahead"] for row in rows if "ahead" in row],
     ),
     Question(
-        "Live tiles of a mask of 1,048,576 rows", "sparsity", SPARSITY, _plans,
+        "Live tiles of a mask with 1,048,576 rows", "sparsity", SPARSITY, _plans,
         lambda rows: [other / own for own, other in _plan_times(rows)],
     ),
-    Question("One call without its kernel", "call_overhead", CALLS, _calls),
+    Question("Host time of one call", "call_overhead", CALLS, _calls),
     Question(
-        "One compiled layer without its kernels", "graph_overhead", IN_GRAPHS, _in_graphs,
+        "Host time of one compiled layer", "graph_overhead", IN_GRAPHS, _in_graphs,
         _in_graphs_speeds,
     ),
     Question("CPU backend", "cpu", ON_CPUS, _on_cpus, lambda rows: [x["speedup"] for x in rows]),

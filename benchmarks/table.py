@@ -28,15 +28,15 @@ COLUMNS = {
     "fa4": "FA-4",
 }
 _OF_GRADIENTS = (
-    "The rows `dropout` and `sigmoid` compare the plain causal program with one that adds these, "
-    "and show both forwards. The row `jvp` compares a forward with one that also computes the "
-    "tangents of the output and of the log-sum-exp along q, k and v."
+    "The rows `dropout` and `sigmoid` compare the plain causal program with one that adds the "
+    "feature, and include both forward passes. The row `jvp` compares a forward pass with one that "
+    "also computes the tangents of the output and the log-sum-exp along q, k and v."
 )
-_PORTABLE = "attndsl uses these Triton kernels on GPUs other than the H100 and the H200."
+_PORTABLE = "attndsl uses these Triton kernels on GPUs other than the H100 and H200."
 _OF_LISTS = (
-    "`step` runs 4 layers of attention forward and backward, `forward` and `backward` run one call."
+    "`step` runs 4 attention layers forward and backward; `forward` and `backward` run one call."
 )
-_OF_ODD = "odd shapes and the next larger multiples, in ms, bf16"
+_OF_ODD = "odd shapes and the next larger aligned shapes, in ms, bf16"
 _GRADIENTS = {
     "case": "case", "without_ms": "without", "with_ms": "with", "cost": "with / without",
     "plain_forward_ms": "forward without", "forward_ms": "with",
@@ -44,7 +44,7 @@ _GRADIENTS = {
 }  # fmt: skip
 _ODD = {
     "what": "odd shape", "case": "mask", "direction": "direction", "odd_ms": "odd",
-    "even_ms": "even", "cost": "odd / even",
+    "even_ms": "aligned", "cost": "odd / aligned",
 }  # fmt: skip
 _START = {
     "program": "program", "system": "system", "device": "device", "cache": "caches",
@@ -52,16 +52,16 @@ _START = {
     "context_ms": "CUDA context, ms", "import_torch_ms": "import torch, ms",
 }  # fmt: skip
 _STEP = {
-    "attention": "attention", "step_ms": "step, ms", "tokens_per_second": "tokens a second",
+    "attention": "attention", "step_ms": "step, ms", "tokens_per_second": "tokens per second",
     "peak_gb": "peak memory, GB",
 }  # fmt: skip
 _GENERATION = {
     "implementation": "implementation", "batch": "batch", "context": "context",
-    "tokens_per_s": "tokens a second", "ms_per_step": "step, ms",
+    "tokens_per_s": "tokens per second", "ms_per_step": "step, ms",
 }  # fmt: skip
 _TRAINING = {
     "model": "model", "attention": "attention", "step_ms": "step, ms",
-    "ratio": "speed over SDPA", "peak_gb": "peak memory, GB",
+    "ratio": "speed vs. SDPA", "peak_gb": "peak memory, GB",
 }  # fmt: skip
 _COSTS = {
     "case": "program", "direction": "direction", "ms": "measured, ms",
@@ -82,18 +82,18 @@ _CALLS = {
 }  # fmt: skip
 _IN_GRAPHS = {
     "model": "model", "attention": "attention", "guards": "guards",
-    "forward_us": "forward, us", "backward_us": "backward, us", "above_us": "above SDPA, us",
+    "forward_us": "forward, us", "backward_us": "backward, us", "above_us": "more than SDPA, us",
 }  # fmt: skip
 _LISTS = {
-    "what": "measured", "kept_ms": "kept lists, ms", "new_ms": "new documents, ms",
-    "anew_ms": "lists in each call, ms", "flex_ms": "FlexAttention, ms",
+    "what": "measured", "kept_ms": "reused lists, ms", "new_ms": "new documents, ms",
+    "anew_ms": "lists built in each call, ms", "flex_ms": "FlexAttention, ms",
 }  # fmt: skip
 _OF_SHORT = "device time of one call in a CUDA graph"
 _SHORT = {
     "name": "shape", "program": "program", "direction": "direction",
     "attndsl_device": "attndsl, us", "cudnn_device": "cuDNN, us", "fa2_device": "FA-2, us",
     "flex_device": "FlexAttention, us", "limit_us": "limit, us",
-    "attndsl_eager": "attndsl from Python, us", "best_eager": "speed over best peer from Python",
+    "attndsl_eager": "attndsl from Python, us", "best_eager": "speed vs. best peer from Python",
 }  # fmt: skip
 _TUNED = {
     "name": "shape", "direction": "direction", "chosen_us": "default, us",
@@ -158,7 +158,7 @@ def size(shape: tuple[int, ...]) -> str:
 def far(results: dict[str, Any], shape: tuple[int, ...]) -> str:
     """In words, the times of other systems that are far from attndsl's; empty if none is."""
     found = [
-        f"At `{row['case']}` attndsl's {row['direction']} is "
+        f"For `{row['case']}`, attndsl's {row['direction']} pass is "
         f"{row[f'{key}_ms'] / row['attndsl_ms']:.0f}x faster than {COLUMNS[key]}'s."
         for row in results["rows"]
         if tuple(row[size] for size in SHAPE) == shape
@@ -176,7 +176,9 @@ def tables(name: str) -> str:
         return ""
     parts = [f"`{name}.json`: times in ms, on one {conditions(results)}"]
     if name in OPTIONS:
-        parts.append(f"`python benchmarks/attention.py {OPTIONS[name]}` repeats the first tables.")
+        parts.append(
+            f"To repeat the first tables, run `python benchmarks/attention.py {OPTIONS[name]}`."
+        )
     for shape in shapes(results):
         parts += [f"{size(shape)}:", table(results, shape), far(results, shape)]
     return "\n\n".join(part for part in parts if part)
@@ -238,7 +240,7 @@ def sections() -> list[tuple[summary.Section, str]]:
             summary.GRADIENTS,
             rows(
                 "gradients",
-                "backward with and without the gradients of captured tensors, bf16, ms",
+                "backward passes with and without gradients of captured tensors, bf16, ms",
                 _GRADIENTS,
                 _OF_GRADIENTS,
             ),
@@ -253,21 +255,23 @@ def sections() -> list[tuple[summary.Section, str]]:
         headed(summary.SERVING, decoding.serving_tables(load(decoding.SERVING))),
         headed(
             summary.START,
-            rows("start_cuda", "the start of a process on a GPU", _START),
-            rows("start_cpu", "the start of a process on a CPU", _START),
+            rows("start_cuda", "process start-up on a GPU", _START),
+            rows("start_cpu", "process start-up on a CPU", _START),
         ),
-        headed(summary.GPT, rows("gpt", "a training step of a GPT of 124 M parameters", _STEP)),
+        headed(summary.GPT, rows("gpt", "a training step of a GPT with 124 M parameters", _STEP)),
         headed(summary.MODELS, rows("training", "training steps of five models", _TRAINING)),
         headed(summary.GENERATION, generation()),
         headed(
             summary.LISTS,
             rows("lists", "masks that compare documents or images", _LISTS, _OF_LISTS),
         ),
-        headed(summary.SPARSITY, rows("sparsity", "live tiles of masks of 1,048,576 rows", _TILES)),
-        headed(summary.CALLS, rows("call_overhead", "a call without its kernel", _CALLS)),
         headed(
-            summary.IN_GRAPHS,
-            rows("graph_overhead", "a compiled layer without its kernels", _IN_GRAPHS),
+            summary.SPARSITY,
+            rows("sparsity", "finding the live tiles of masks with 1,048,576 rows", _TILES),
+        ),
+        headed(summary.CALLS, rows("call_overhead", "host time of a call", _CALLS)),
+        headed(
+            summary.IN_GRAPHS, rows("graph_overhead", "host time of a compiled layer", _IN_GRAPHS)
         ),
         headed(
             summary.ON_CPUS,
@@ -290,8 +294,8 @@ def pages() -> dict[Path, str]:
 def generation() -> str:
     """Tokens a second of ``generate``, for docs/huggingface.md."""
     title = (
-        "`generate` with a random model of the shape of Llama 3.2 1B, in bf16, with a static cache "
-        "and compiled steps"
+        "`generate` with a randomly initialized Llama 3.2 1B, in bf16, with a static cache and "
+        "compiled steps"
     )
     return rows("huggingface_speed", title, _GENERATION)
 
@@ -305,8 +309,8 @@ def targets() -> dict[Path, str]:
         ROOT / "docs" / "serving.md": decoding.points(decode, serving),
         ROOT / "docs" / "deployment.md": rows(
             "bundles",
-            "the first forward and backward of a fresh process, from the import of "
-            "attndsl on; 16 heads, 4096 rows, D128",
+            "the first forward and backward passes of a fresh process, including the import of "
+            "attndsl; 16 heads, 4096 rows, D128",
             _BUNDLES,
         ),
         ROOT / "docs" / "huggingface.md": generation(),

@@ -87,7 +87,7 @@ class Parts(NamedTuple):
 PAGES = {
     "programs": Page(
         "Programs",
-        "Functions that make or take programs.",
+        "These functions create, combine and check programs.",
         tuple(
             f"attndsl.{name}"
             for name in ("compile", "load", "join", "tensor", "compare", "verify", "merge", "trace")
@@ -95,8 +95,8 @@ PAGES = {
     ),
     "attention": Page(
         "Attention",
-        "`attndsl.compile` and `attndsl.load` return an `Attention`. Its methods return the other "
-        "classes.",
+        "`attndsl.compile` returns an `Attention`, and `attndsl.load` returns several. Their "
+        "methods return most of the other classes on this page.",
         (
             *(
                 f"attndsl.{name}"
@@ -109,8 +109,8 @@ PAGES = {
     ),
     "torch": Page(
         "PyTorch attention",
-        "These functions and modules take the arguments of PyTorch's own attention. "
-        "[Migration](../migration.md) has examples.",
+        "These functions and modules accept the arguments of PyTorch's attention. For examples, "
+        "see [Migration](../migration.md).",
         (
             "attndsl.scaled_dot_product_attention",
             "attndsl.nn.MultiheadAttention",
@@ -119,24 +119,24 @@ PAGES = {
     ),
     "flex": Page(
         "FlexAttention names",
-        "`attndsl.flex` has the names of `torch.nn.attention.flex_attention`. "
-        "[Coming from FlexAttention](../flex.md) has examples.",
+        "`attndsl.flex` provides the names in `torch.nn.attention.flex_attention`. For examples, "
+        "see [Coming from FlexAttention](../flex.md).",
         tuple(
             f"attndsl.flex.{name}"
             for name in ("flex_attention", "create_block_mask", "BlockMask", "Trace")
         ),
         "`AuxRequest`, `AuxOutput`, `and_masks`, `or_masks`, `noop_mask`, `create_mask` and "
-        "`FlexKernelOptions` are those of PyTorch.",
+        "`FlexKernelOptions` match PyTorch's.",
     ),
     "huggingface": Page(
         "Hugging Face models",
-        "`attndsl.hf` needs the extra `hf`. [Hugging Face](../huggingface.md) has examples.",
+        "`attndsl.hf` requires the extra `hf`. See [Hugging Face](../huggingface.md) for examples.",
         ("attndsl.hf.register",),
     ),
     "compat": Page(
         "Other libraries",
-        "`attndsl.compat` has functions with the signatures of flash-attn 2.8 and xFormers. "
-        "[Migration](../migration.md) has examples.",
+        "`attndsl.compat` provides functions with the signatures of flash-attn 2.8 and xFormers. "
+        "For examples, see [Migration](../migration.md).",
         tuple(
             f"attndsl.compat.{name}"
             for name in (
@@ -144,7 +144,7 @@ PAGES = {
                 "memory_efficient_attention", "BlockDiagonalMask", "BlockDiagonalPaddedKeysMask",
             )
         ),
-        "These biases also work, with the meaning that they have in xFormers: "
+        "These biases also work, with the same meaning as in xFormers: "
         "`LowerTriangularMask`, `LowerTriangularMaskWithTensorBias`, "
         "`LowerTriangularFromBottomRightMask`, "
         "`LowerTriangularFromBottomRightLocalAttentionMask`, "
@@ -155,7 +155,7 @@ PAGES = {
     ),
     "parallel": Page(
         "Several GPUs",
-        "These classes split one sequence over many ranks. [Scale](../scale.md) has examples.",
+        "These classes split one sequence over many ranks. For examples, see [Scale](../scale.md).",
         tuple(
             f"attndsl.parallel.{name}"
             for name in ("ContextParallel", "Sharded", "Shape", "Machine")
@@ -163,7 +163,7 @@ PAGES = {
     ),
     "errors": Page(
         "Errors",
-        "Every error is an `AttnDSLError`, which is a `ValueError`.",
+        "Every error is an `AttnDSLError`, a subclass of `ValueError`.",
         ("attndsl.errors",),
     ),
 }  # fmt: skip

@@ -35,19 +35,19 @@ HEADS = 8
 
 INTRODUCTION = f"""# Gallery
 
-All functions of the [prelude](language.md#the-prelude), and all programs of `examples/`. To change
-them interactively, run [`attndsl play`](play.md).
+This page shows all [prelude](language.md#the-prelude) functions and all programs in `examples/`. To
+edit them interactively, run [`attndsl play`](play.md).
 
-Each section has a program and its picture. Sections of the prelude also have the function's
-definition. Pictures show {DRAWN} queries and {DRAWN} keys in tiles of 16 x 16, and name the tensors
-and params with made-up values. FULL tiles are blue, PARTIAL tiles orange, EMPTY tiles grey.
+Each section shows a program and its picture; prelude sections also show the function's
+definition. Pictures show {DRAWN} queries and {DRAWN} keys in tiles of 16 x 16, and list the tensors
+and params with made-up values. FULL tiles are blue, PARTIAL tiles orange, EMPTY tiles gray.
 
-The tables count tiles of {TILE} x {TILE} pairs at length {LONG}. Kernels visit *live* tiles, and
-evaluate the mask in *PARTIAL* tiles. Dense attention visits 100 %."""
-OF_TIMES = """The last column lists milliseconds, forward / backward, on one {machine}: batch 2,
+The tables count tiles of {TILE} x {TILE} pairs at length {LONG}. Kernels visit only *live*
+tiles and evaluate the mask only in *PARTIAL* tiles. Dense attention visits 100 %."""
+OF_TIMES = """The last column lists times in ms, forward / backward, on one {machine}: batch 2,
 16 heads, length 8192, head dim 128, bf16. [Benchmarks](benchmarks.md) compares other systems."""
-OF_EXAMPLES = """Each script compares its program with plain torch, or trains it. Here each text
-declares the params that its script passes to `compile`."""
+OF_EXAMPLES = """Each script compares its program with plain torch or trains it. The programs shown
+here declare the params that the scripts pass to `compile`."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Block diffusion training (BD3-LM, arXiv 2503.09573): noised positions, then clean ones.
+"""Block diffusion training (BD3-LM, arXiv 2503.09573): noised positions, then clean positions.
 
 A noised block sees itself and the clean blocks before it; clean blocks are block-causal.
 """

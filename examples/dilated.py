@@ -1,4 +1,4 @@
-"""Dilated: every d-th key of a long window (Longformer, arXiv 2004.05150); each head has its own d.
+"""Dilated: every d-th key of a long window (Longformer, arXiv 2004.05150); d differs between heads.
 
 An `if` on the head joins two patterns in one program.
 """

@@ -1,4 +1,4 @@
-"""Your own window over a mask from other code: trace its function, and join the two.
+"""A window combined with a mask from other code: trace its function and join the two programs.
 
 Libraries give masks as Python functions. `attndsl.trace` reads them as programs, and `attndsl.join`
 adds to them, whatever names they use.

@@ -1,4 +1,4 @@
-"""Sequences of different lengths in one batch: a length per entry, no padding mask."""
+"""Sequences of different lengths in one batch: one length per entry instead of a padding mask."""
 
 import torch
 

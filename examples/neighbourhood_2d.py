@@ -1,4 +1,4 @@
-"""Neighbourhoods on a grid (NATTEN, arXiv 2204.07143): a pixel sees a square of pixels around it.
+"""Neighborhoods on a grid (NATTEN, arXiv 2204.07143): a pixel sees a square of pixels around it.
 
 Positions number the grid row by row; the square is shifted inwards at the borders.
 """

@@ -1,4 +1,4 @@
-"""One program for many calls: kernels contain only what a call passes.
+"""One program for many calls: kernels contain only the parts that a call uses.
 
 Padding, documents, a soft cap and a bias are declared with `= none`. Each call says by its
 arguments which of them it has. The bias is one for all heads: size 1 along a declared dim.

@@ -1,4 +1,4 @@
-"""Documents packed into one row: each position sees only its own document, causally.
+"""Documents packed into one sequence, with causal attention inside each document.
 
 `doc[b, q]` is the number of the document that a position belongs to.
 """

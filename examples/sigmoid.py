@@ -1,4 +1,4 @@
-"""Sigmoid attention (arXiv 2409.04431): weights need not sum to one, so they can count.
+"""Sigmoid attention (arXiv 2409.04431): weights need not sum to one, so heads can count.
 
 Each query counts the earlier tokens of its own kind. A softmax can only tell which these are.
 """

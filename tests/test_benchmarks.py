@@ -1062,8 +1062,8 @@ def test_accuracy_of_fp8_is_measured_and_shown(script, tmp_path):
     best_errors = [row["error"] for row in kept if row["pages"] == best]
     least, most = f"{min(best_errors):.2g}", f"{max(best_errors):.2g}"
     worst = max(row["error"] for row in kept if row["pages"] in others)
-    said = f"Scales per position and head give relative errors of {least} to {most}, other scales"
-    assert f"{said} up to {worst:.2g}," in page
+    said = f"With scales per position and head, relative errors are {least} to {most}."
+    assert f"{said} With other scales, they reach {worst:.2g}." in page
 
 
 def test_a_gpu_rounds_pages_of_fp8_as_a_cpu_does():
@@ -1084,7 +1084,7 @@ def test_a_gpu_rounds_pages_of_fp8_as_a_cpu_does():
         assert other.get("found", 1.0) == 1.0
     assert [f"{x:.2g}" for x in (min(wide), max(wide))] == ["0.0013", "0.0015"]
     page = " ".join((FOLDER.parent / "docs" / "serving.md").read_text("utf-8").split())
-    assert "differ by less than 1%, and bf16 pages have 0.0013 to 0.0015." in page
+    assert "differ from CPU errors by less than 1%, and bf16 errors are 0.0013 to 0.0015." in page
 
 
 def test_what_is_said_of_the_example_of_an_engine():
@@ -1094,8 +1094,8 @@ def test_what_is_said_of_the_example_of_an_engine():
     assert rows["steps"]["same"] == rows["graphs"]["same"] == rows["plain"]["requests"] == 64
     page = (FOLDER.parent / "docs" / "serving.md").read_text("utf-8")
     steps, graphs, plain = (rows[way]["bytes_per_second"] for way in ("steps", "graphs", "plain"))
-    said = f"writes {steps:,.0f} bytes per second from Python and {graphs:,.0f} with CUDA graphs."
-    assert f"{said} The plain model writes {plain:.0f}." in " ".join(page.split())
+    said = f"generates {steps:,.0f} bytes per second from Python and {graphs:,.0f} with CUDA graphs"
+    assert f"{said}. The plain model generates {plain:.0f}." in " ".join(page.split())
 
 
 def test_the_example_of_an_engine_is_timed(script, monkeypatch, tmp_path):

@@ -67,15 +67,15 @@ def test_every_line_of_the_tables_is_of_its_own_rows(relative):
         "| FlashAttention-4, soft cap | 3.00x | 0.50x |",
         "| FlashAttention-2, full and causal | 3.00x | 0.50x |",
         "| cuDNN, full and causal | 3.00x | 0.50x |",
-        "| cuDNN, 512 rows, eager | 3.00x | 0.50x |",
+        "| cuDNN, 512 tokens, from Python | 3.00x | 0.50x |",
         "| SDPA, decoding, 1 query | 1.50x | - |",
-        "| SDPA, decoding, 1024 keys, eager | 0.25x | - |",
+        "| SDPA, decoding, 1024 keys, from Python | 0.25x | - |",
         "| SDPA, other decoding | 4.00x | - |",
         "| FlashInfer, decoding, pages | 0.75x | - |",
     ]
     assert text.endswith(
-        "One GPU, bf16, torch 1, Triton 2, cuDNN 9.19, length 4096 to 8192 (FlexAttention: length "
-        "8, head dim 128). Commits 0123456."
+        "One GPU, bf16, torch 1, Triton 2, cuDNN 9.19. Lengths 4096 to 8192 unless specified; "
+        "FlexAttention at length 8, head dim 128. Commits 0123456."
     )
     assert set(relative.headlines(files.get).splitlines()) & set(text.splitlines())
     assert relative.headlines(lambda name: None) == relative.everything(lambda name: None) == ""
@@ -86,12 +86,12 @@ def test_every_line_of_the_tables_is_of_its_own_rows(relative):
 
 def test_words_beside_the_figures_are_so(relative):
     said = relative.headlines(_committed)
-    level = re.search(r"level with FlashAttention-4 \((\S+)x to (\S+)x\)", said)
+    level = re.search(r"on par with FlashAttention-4 \((\S+)x to (\S+)x\)", said)
     assert 0.9 < float(level[1]) < float(level[2]) < 1.1
     speeds = {line: line.forward(_committed(line.file)["rows"]) for line in relative.LINES}
     counts = {f"{line.other}, {line.what}": len(found) for line, found in speeds.items()}
     assert counts["FlexAttention, 7 masks and scores"] == 7
-    assert counts["SDPA, decoding, 1024 keys, eager"] == 1
+    assert counts["SDPA, decoding, 1024 keys, from Python"] == 1
     (few,) = (line for line in relative.LINES if "1024 keys" in line.what)
     rows = {row["name"]: row for row in _committed(few.file)["rows"]}
     assert few.forward([rows["B1 x 1k"]]) == speeds[few]
@@ -114,14 +114,14 @@ def test_the_comparison_names_the_rows_that_each_system_wins(relative):
         if "flashinfer_device" in row
     }
     ours = {name for name, speed in rows.items() if speed > 1.01}
-    assert "faster paged steps with fp8 pages, windows, few keys, and chunks of prompts" in page
+    assert "faster paged steps with fp8 pages, windows, few keys, and prompt chunks" in page
     assert ours == {"fp8", "window", "B1 x 1k", "chunk"}
     theirs = {name for name, speed in rows.items() if speed < 0.98}
     assert "faster paged steps in large batches, with a soft cap, and with 64 draft tokens" in page
     assert theirs == {
         "soft cap", "causal, 64 drafts", *(f"B32 x 4k, pages of {size}" for size in (1, 16, 128)),
     }  # fmt: skip
-    assert "a wheel on PyPI, and a faster backward at head dim 128" in page
+    assert "a wheel on PyPI, and a faster backward pass at head dim 128" in page
     backward = [
         row["fa4_ms"] / row["attndsl_ms"]
         for row in _committed(relative.DENSE)["rows"]

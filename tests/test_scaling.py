@@ -45,7 +45,7 @@ def test_the_page_shows_the_results(scaling):
         if row.get(f"{peer}_step_ms", row["attndsl_step_ms"]) < row["attndsl_step_ms"]
     ]  # fmt: skip
     assert slower == [("window1024", 8192), ("documents2000", 8192)]
-    assert "all cases but two: `window1024` and `documents2000` at 8,192 tokens" in page
+    assert "all cases except `window1024` and `documents2000` at 8,192 tokens" in page
     (window,) = (x for x in shown if (x["program"], x["tokens"]) == slower[0])
     in_graph, flex = window["attndsl_graph_step_ms"], window["torch_flex_step_ms"]
     said = f"then takes {in_graph:.2f} ms, and FlexAttention takes {flex:.2f} ms without a graph"
@@ -75,7 +75,7 @@ def test_the_guide_to_many_gpus_has_the_figures(scaling):
     (window,) = (x for x in rows if (x["program"], x["tokens"]) == ("window1024", 8192))
     page = " ".join(page.split())
     in_graphs = told.shares(window)["graph_step_kept"]
-    assert f"In CUDA graphs the window reaches {in_graphs:.0%} per step." in page
+    assert f"In CUDA graphs, the window case reaches {in_graphs:.0%} per step." in page
     for peer, name in zip(told.PEERS, ("SDPA ring", "FlexAttention"), strict=True):
         speeds = [
             x[f"{peer}_step_ms"] / x["attndsl_step_ms"] for x in rows if x["program"] == "causal"
@@ -345,7 +345,7 @@ def test_tables_tell_the_error_and_what_is_missing(scaling):
     )
     text = told.errors_of_simulation([*rows, {**rows[0], "predicted_step_ms": 10.0}])
     assert text == (
-        "On 2 GPUs a forward takes 1.25x to 1.25x the predicted time (0 of 2 within 10%); "
+        "On 2 GPUs, a forward pass takes 1.25x to 1.25x the predicted time (0 of 2 within 10%); "
         "a step takes 1.09x to 1.20x the predicted time (1 of 2 within 10%)."
     )
     graphs = {"attndsl_graph_forward_ms": 1.8, "attndsl_graph_step_ms": 10.0,

@@ -125,19 +125,19 @@ MASKS = [
     ("Causal window", 0, {"window": 9}, lambda q, kv: (kv <= q) & (kv > q - 9)),
     ("Soft cap", 0, {"window": 9}, lambda q, kv: (kv <= q) & (kv > q - 9)),
     (
-        "Images in a text", 0, {"image": torch.where(IDS == 1, 0, -1)[None]},
+        "Images in text", 0, {"image": torch.where(IDS == 1, 0, -1)[None]},
         lambda q, kv: (kv <= q) | ((IDS[q] == 1) & (IDS[kv] == 1)),
     ),
     (
-        "Images in a text", 1, {"window": 50, "image": torch.where(IDS == 1, 0, -1)[None]},
+        "Images in text", 1, {"window": 50, "image": torch.where(IDS == 1, 0, -1)[None]},
         lambda q, kv: ((kv <= q) | ((IDS[q] == 1) & (IDS[kv] == 1))) & (kv > q - 50),
     ),
     ("Sinks", 0, {"window": 9}, lambda q, kv: (kv <= q) & (kv > q - 9)),
     ("Chunks", 0, {"chunk": 20}, lambda q, kv: (kv <= q) & (q // 20 == kv // 20)),
     ("Padding", 0, {"lengths": torch.tensor([50])}, lambda q, kv: kv < 50),
     ("Padding", 1, {"keep": FLAGS[None]}, lambda q, kv: FLAGS[kv]),
-    ("Window on both sides", 0, {"reach": 5}, lambda q, kv: (q - kv).abs() <= 5),
-    ("Packed texts", 0, {"doc": IDS[None]}, lambda q, kv: IDS[q] == IDS[kv]),
+    ("Two-sided window", 0, {"reach": 5}, lambda q, kv: (q - kv).abs() <= 5),
+    ("Packed sequences", 0, {"doc": IDS[None]}, lambda q, kv: IDS[q] == IDS[kv]),
     (
         "Window and global tokens", 0, {"reach": 5, "whole": FLAGS[None]},
         lambda q, kv: ((q - kv).abs() <= 5) | FLAGS[q] | FLAGS[kv],
@@ -196,9 +196,7 @@ def test_the_scores_of_models():
     torch.testing.assert_close(capped, 50 * torch.tanh(raw / 50) + dead)
     assert torch.equal(attndsl.compile(_program("All pairs")).scores(q, k, scale=1.0), raw)
     near = torch.randn(2, 3, 24, 5).double()
-    found = attndsl.compile(_program("Bias of each query")).scores(
-        q, k, scale=1.0, near=near, window=9
-    )
+    found = attndsl.compile(_program("Per-query bias")).scores(q, k, scale=1.0, near=near, window=9)
     # Inkling's own rule (transformers' ``InklingRelativeLogits``): none from distance 5 on.
     index = back.clamp(0, 4).expand(2, 3, -1, -1)
     bias = near.gather(-1, index).masked_fill((back < 0) | (back >= 5), 0.0)

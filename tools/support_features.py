@@ -65,7 +65,7 @@ FEATURES = (
             {"a": ((KV_HEADS, "kv", 16), "f"), "c": ((HEADS, "q", 16), "f")}),
     Feature("learned sink", "tensor s[heads]: float; mask = causal(); sink = s[h]",
             {"s": ((HEADS,), "s")}, ("s",)),
-    Feature("own `weights`", "mask = causal(); weights = sigmoid(score - log(q + 1.0))"),
+    Feature("custom `weights`", "mask = causal(); weights = sigmoid(score - log(q + 1.0))"),
     Feature("learned `weights`",
             "tensor t[heads]: float; weights = relu(score - t[h]) ** 2",
             {"t": ((HEADS,), "s")}, ("t",)),

@@ -253,10 +253,15 @@ def _pages() -> list[str]:
     """Features that steps of packed requests read no pages with, and why."""
     served = {feature.name: serve_verdict(feature) for feature in FEATURES}
     return [
-        f"- {name}: {verdict.reason}"
+        f"- {name}: {_of_row(name, verdict.reason)}"
         for name, verdict in served.items()
         if verdict is not None and verdict.by != _YES
     ]
+
+
+def _of_row(name: str, reason: str) -> str:
+    """A refusal of ``serve`` as Markdown, next to the name of its feature."""
+    return reason.replace("serve does", "`serve` does").replace(f" {name}", " it")
 
 
 class _Answer(Exception):
@@ -280,7 +285,7 @@ def serve_verdict(feature: Feature) -> Verdict | None:
         raise _Answer(Verdict(_YES) if reason is None else Verdict(_PORTABLE, reason))
 
     def gather(*_: object) -> None:
-        raise _Answer(Verdict(_PORTABLE, "keys are gathered from pages"))
+        raise _Answer(Verdict(_PORTABLE, "`serve` gathers the keys first"))
 
     _, arguments = tensors_of(feature, "bf16", 128)
     pages = torch.zeros((BATCH * _LONG // _PAGE_SIZE, _PAGE_SIZE, KV_HEADS, 128)).bfloat16()
@@ -325,8 +330,11 @@ def _backends() -> list[str]:
         if name in _LENGTHS:
             line += _limits(name)
             named = {x.name: found for x in FEATURES if not x.checked and (found := refusals(x))}
-            refused = [f"{names} ({found[0].reason})" for names, found in _grouped(named)]
-            line += f"; not {', '.join(refused)}" if refused else ""
+            refused = [
+                f"{' or '.join(names.rsplit(', ', 1))} ({found[0].reason})"
+                for names, found in _grouped(named)
+            ]
+            line += f"; no {', '.join(refused)}" if refused else ""
         rows[f"`{name}`"] = line
     return [f"- {names}: {line}" for names, line in _grouped(rows)]
 
@@ -388,7 +396,7 @@ def _transforms() -> list[str]:
             transform(lambda q: attention(q, q, q).sum(), x)
         by = "torch operations" if chunks.called else "kernels"
         found.setdefault(by, []).append(name)
-    return [f"- By {by}: {', '.join(names)}." for by, names in found.items()]
+    return [f"- With {by}: {', '.join(names)}." for by, names in found.items()]
 
 
 def _gradient(function: Callable[[Any], Any], x: Any) -> Any:
@@ -436,15 +444,15 @@ def _head(first: str) -> tuple[str, str]:
 _PAGE = """\
 # Support
 
-`python tools/support_table.py --write` generates this page from the checks in the code. Cells name
-what runs a call with `backend="auto"` on a Hopper GPU:
+`python tools/support_table.py --write` generates this page from the checks in the code. Each cell
+shows what runs a call with `backend="auto"` on a Hopper GPU:
 
 - **yes**: Hopper kernels
-- **portable**: Triton kernels, as on every other GPU
+- **portable**: Triton kernels, as on all other GPUs
 - **torch**: torch operations, as on CPUs
 - **no**: an error
 
-Numbers refer to the [notes](#notes).
+Superscripts refer to the [notes](#notes).
 
 ## Head dims and dtypes
 
@@ -452,11 +460,11 @@ Numbers refer to the [notes](#notes).
 
 ## Features
 
-For fp16 and bf16, at the head dims above. A *learned* tensor gets a gradient.
+For fp16 and bf16 at the head dims above. A *learned* tensor receives a gradient.
 
 {features}
 
-`serve` with `backend="decode"` reads pages directly, with these exceptions:
+With `backend="decode"`, `serve` reads pages directly, with these exceptions:
 
 {pages}
 

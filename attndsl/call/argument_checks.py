@@ -298,7 +298,9 @@ def _instead_of(name: str, needed: list[str]) -> str:
     if name in _OF_SDPA:
         return f"{_OF_SDPA[name]}; attndsl.scaled_dot_product_attention has torch's arguments"
     close = difflib.get_close_matches(name, needed, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"it takes {', '.join(needed) or 'none'}"
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"it takes {', '.join(map(repr, needed)) or 'none'}"
 
 
 def learned(captures: Mapping[str, object]) -> frozenset[str]:

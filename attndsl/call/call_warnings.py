@@ -53,7 +53,7 @@ def doubts_of_call(
     """Warnings about arguments that are probably unintended.
 
     Args:
-        program: What is called.
+        program: The program of the call.
         call: The checked call.
         said: Arguments as the caller wrote them. One of 0 says where the call lies, as the first
             part of a larger one has it, and None says nothing.

@@ -57,7 +57,8 @@ def choose_backend(
             name, reason = "reference", "checked mode runs there"
     if checked and name != "reference":
         raise BackendError(
-            "checked mode runs on the reference backend", hint="use backend='reference' with it"
+            "checked mode runs only on the reference backend",
+            hint="use backend='reference' with it",
         )
     backend = get_backend(name, checked, _target_of(device))
     refusal = backend.why_not(device)

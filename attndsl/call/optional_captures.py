@@ -56,7 +56,7 @@ def dims_of_one(program: Program, captures: Captures, own: Known, whole: Locatio
     """Dims along which a captured tensor has size 1 and the declared size is larger.
 
     Args:
-        program: What is called.
+        program: The program of the call.
         captures: The call's.
         own: Sizes of the call's tensors by name; None, or no entry, for what captures tell.
         whole: Where the call lies in a larger one, which has other sizes.

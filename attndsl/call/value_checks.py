@@ -104,7 +104,7 @@ def needs_of_values(
     """Find the treatment that the values of calls of this signature need.
 
     Args:
-        program: What is called.
+        program: The program of the call.
         call: Such a call, bound.
         captures: Its captures as they were given.
         numbers: Its offsets and its seed as they were given.

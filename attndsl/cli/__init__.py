@@ -85,7 +85,7 @@ def check(
     json: Annotated[bool, typer.Option("--json", help="As --format json.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings too.")] = False,
 ) -> None:
-    """Report all errors of programs, and what they hardly can mean."""
+    """Report errors and likely mistakes in programs."""
     from .check_command import check as work
     from .program_inputs import read_declarations
 
@@ -383,7 +383,7 @@ def play(
         bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")
     ] = True,
 ) -> None:
-    """Open a page on which one types a program and sees what the compiler makes of it."""
+    """Open a page to type programs and see tiles, scores and errors."""
     from .play_command import play as work
     from .program_inputs import read_program
 

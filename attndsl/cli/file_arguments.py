@@ -70,7 +70,7 @@ def find_files(arguments: Sequence[str], suffixes: Sequence[str], key: str | Non
         if not any(kept):
             left = search.skipped[-1] if search.skipped else None
             raise UsageError(
-                f"'{argument}' stands for no file of programs",
+                f"'{argument}' matches no program file",
                 hint=f"programs are in {', '.join(f'*{suffix}' for suffix in suffixes)}"
                 if left is None
                 else f"left alone: {left.file}, since {left.reason}",

@@ -68,7 +68,7 @@ def former_calls(tree: s.Tree) -> Former:
         for call in _calls(statement):
             if call.name == _LIMIT and call.name not in own and _lacks_score(call):
                 limits.setdefault(number, []).append(call)
-            elif call.name in _BIASES and call.name not in own:
+            elif call.name in _BIASES and call.name not in own and not _is_wrong_alibi(call):
                 biases.setdefault(number, []).append(call)
     alone, beside = _roles(tree) if biases else (set(), set())
     if not limits and not biases.keys() & (alone - beside):
@@ -164,6 +164,11 @@ def _lacks_score(call: s.FunctionCall) -> bool:
     return len(call.args) + len(named) == 1 and named in ([], ["c"])
 
 
+def _is_wrong_alibi(call: s.FunctionCall) -> bool:
+    """Return True if a call of ``alibi`` has arguments, which no version allows."""
+    return call.name == "alibi" and bool(call.args or call.keywords)
+
+
 def _ends(root: s.Expr) -> Iterator[s.Expr]:
     """Expressions below ``root`` in whose place a sum may stand without brackets."""
     stack = [(root, True)]
@@ -230,6 +235,10 @@ def _error(statement: s.Statement, calls: Sequence[s.FunctionCall]) -> TypeMisma
     )
     if hides_score(statement):
         return TypeMismatchError(message, first.span, "rename the parameter 'score', and read it")
+    if first.name == _LIMIT and any(isinstance(x, s.Name) and x.name == _SCORE for x in first.args):
+        return TypeMismatchError(
+            f"'{shown}' has no limit", first.span, "write 'softcap(score, 30.0)', with your limit"
+        )
     meant = _meant(statement)
     edits = [each.edit for each in insertions(meant, calls)]
     line = inserted(meant.span.text, edits, meant.span.start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ _KEYWORDS = {
     "lambda": f"write 'def NAME(x) = ...'; {hints.TRACE}",
     "import": 'write import "FILE.attn" in a line of its own, with a file beside this one',
 }
+_PARTS = re.compile(r"(\w+)\.(\w+)$")
 _SHORT = 120
 """Characters of a statement whose tree is kept. A thousand usual trees take 5 MB, dense ones 40."""
 
@@ -113,6 +115,8 @@ def _bad_character(span: Span, offset: int) -> LexError:
     at = Span(span.source, span.start + offset, span.start + offset + len(shown))
     imports = span.text.split()[:1] == ["import"]
     hint = _KEYWORDS["import"] if imports else _ELSEWHERE.get(shown)
+    if shown == "." and (parts := _PARTS.search(span.text[:offset] + rest.partition("(")[0])):
+        hint = f"names have no parts: write '{parts[2]}(x)', not '{parts[0]}(x)'"
     return LexError(f"'{shown}' is not part of the language", at, hint)
 
 

@@ -197,7 +197,7 @@ def compare(
     and ``.grad`` stays as it is.
 
     Args:
-        attn: What is called.
+        attn: The compiled program.
         q: (B, Hq, Lq, D), as of the call.
         k: (B, Hkv, Lk, D).
         v: (B, Hkv, Lk, Dv).

@@ -164,7 +164,7 @@ class TileMap:
         batch, heads, rows, columns = self.kinds.shape
         lines = [
             f"{rows} x {columns} tiles of {self.block_m} queries x {self.block_n} keys"
-            + (f", for {batch} batch entries x {heads} heads" if batch * heads > 1 else ""),
+            + (f", for batch size {batch} and {heads} heads" if batch * heads > 1 else ""),
             f"{counts[FULL]} FULL (#), {counts[PARTIAL]} PARTIAL (+), {counts[EMPTY]} EMPTY (.); "
             f"sparsity {self.sparsity:.1%}",
         ]

@@ -58,7 +58,7 @@ mask = causal() and q - kv < window
 score = cap * tanh(score / cap)
 """,
     "Packed documents": """\
-# Documents packed into one row: each position sees its own document only, causally.
+# Documents packed into one sequence, with causal attention inside each document.
 tensor doc[batch, kv_len]: int
 mask = q >= kv and doc[b, q] == doc[b, kv]
 """,

@@ -261,9 +261,9 @@ class Serving(Compiled):
         if program.dropout is not None:
             with pointing_into(self._source):
                 raise UnsupportedError(
-                    "serve drops no weights, and the program has dropout",
+                    "serve does not apply dropout",
                     program.dropout.span,
-                    "serve the program without dropout, as models are in evaluation",
+                    "remove the dropout, as in a model's evaluation mode",
                 )
         if return_lse:
             check_has_lse(program)

@@ -72,23 +72,23 @@ def learned_parts(lowered: Lowered, names: frozenset[str]) -> Learned | str:
     """
     placed = lowered.placed
     if names & leaf_names(placed.pair):
-        return "gradients inside a function of the score are added up pair by pair"
+        return "gradients inside a function of the score are summed pair by pair"
     found = Learned(
         *(bool(names & leaf_names(part)) for part in (placed.inner, placed.column, placed.row))
     )
     if found.factor and lowered.program.bounded:
         # Keys that no pair is live of may be NaN, and K * dK has all keys.
-        return "gradients of a factor beside bounds of keys are added up pair by pair"
+        return "gradients of a factor are summed pair by pair if the mask bounds the keys"
     if found.factor and slope_for_factor(placed) is None:
-        return "the derivative of the score does not contain its factor as a whole"
+        return "the score's derivative does not contain the whole factor"
     if found.column:
         assert placed.column is not None
         if not dependencies(placed.slope)[placed.slope] <= {"b", "h"}:
-            return "a column's gradients beside a function of the score are added up pair by pair"
+            return "gradients of terms per key are summed pair by pair with a function of the score"
         factors = vjp(placed.column, const(1.0))
         wanted = [factor for leaf, factor in factors.items() if str(leaf.value) in names]
         if AWAY in toposort(*wanted):
-            return "gradients that vary with the distance are added up pair by pair"
+            return "gradients that vary with distance are summed pair by pair"
     return found
 
 

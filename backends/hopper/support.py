@@ -42,60 +42,63 @@ def why_not(
     """
     dropout = lowered.program.dropout
     if call.wide and task is not Task.BACKWARD:
-        return f"the Hopper {task.direction} stores its output in the dtype of q, k and v"
+        return f"the Hopper {task.direction} kernel stores its output in the dtype of q, k and v"
     if call.q.dtype not in _DTYPES:
-        return f"the Hopper kernels compute in fp16 and bf16, not {call.q.dtype}"
+        return f"the Hopper kernels support fp16 and bf16, not {call.q.dtype}"
     width = max(block_width(call.q.shape[3]), block_width(call.v.shape[3]))
     if width > (most := most_head_dim(task)):
-        return f"the Hopper {task.direction} takes head dims up to {most}"
+        return f"the Hopper {task.direction} kernel supports head dims up to {most}"
     if task is Task.FORWARD_TANGENT:
         if lowered.program.weights is not None or dropout is not None:
-            return "the Hopper tangent has the weights of a softmax, without dropout"
+            return "the Hopper tangent kernel supports only softmax weights, without dropout"
         if wants is not None and (wants.tensors or wants.params):
-            return "tangents of captures are looked up pair by pair"
+            return "the Hopper tangent kernel does not compute tangents of captures"
     if task is Task.BACKWARD:
         if dropout is not None and width > 128:
-            return "the Hopper backward has dropout at head dims up to 128"
+            return "the Hopper backward kernel supports dropout at head dims up to 128"
         if call.deterministic:
             unordered = _why_no_turns(lowered, call, width)
             if unordered is not None:
                 return unordered
         if wants is not None and (wants.tensors or wants.params):
             if lowered.program.weights is not None:
-                return "gradients of captures in weights are added up pair by pair"
+                return "gradients of captures in `weights` are summed pair by pair"
             names = wants.tensors | wants.params
             if dropout is not None and names & leaf_names(dropout):
-                return "gradients of what decides on dropout are added up pair by pair"
+                return "gradients of a dropout probability are summed pair by pair"
             learned = learned_parts(lowered, names)
             if isinstance(learned, str):
                 return learned
             if learned.row and wants.partial:
-                return "gradients of a row's part are known where the results are of all keys"
+                return "gradients of terms per row need the results over all keys"
             if width > 128:
-                return "gradients of captured tensors are added up at head dims up to 128"
+                return "gradients of captures are summed only at head dims up to 128"
             if learned.factor and call.q.dtype is torch.float16:
-                return "gradients of a factor need slopes of a wider range than fp16 has"
+                return "gradients of a factor need a wider range than that of fp16"
     if call.draws is not None and (drawn := why_pairs(call)) is not None:
         return drawn
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
-        return "nothing is to be computed"
+        return "there is nothing to compute"
     rows = call.q.new_empty((1, 1, 2, call.v.shape[3]))
     for tensor in (call.q, call.k, call.v, rows if grad_out is None else grad_out):
         if descriptor_strides(tensor) is None:
-            return "the tensor memory accelerator takes rows of multiples of 16 bytes"
+            return "the tensor memory accelerator needs row sizes that are multiples of 16 bytes"
     return _why_busy(lowered, call, task, wants)
 
 
 def _why_no_turns(lowered: Lowered, call: Call, width: int) -> str | None:
     """Reason why work tiles of a backward do not take turns at sums of dQ, or None."""
     if width > 128:
-        return "the Hopper backward adds up dQ in a fixed order at head dims up to 128"
+        return "the Hopper backward kernel sums dQ in a fixed order only at head dims up to 128"
     facts = replace(facts_of(lowered.program, call), takes_turns=True)
     job = Job(_kernel(Task.BACKWARD), lowered, facts).on(_TARGET)
     for config in job.kernel.configs(job, _TARGET):
         listed = job.plan(config).listed
         if listed is not None:
-            return f"the Hopper backward adds up dQ in an order that formulas tell: {listed}"
+            return (
+                "the Hopper backward kernel sums dQ in a fixed order only for closed-form masks: "
+                f"{listed}"
+            )
     return None
 
 
@@ -106,7 +109,7 @@ def _why_busy(lowered: Lowered, call: Call, task: Task, wants: Wants | None) -> 
         facts = with_gradients(facts, wants)
     if not Job(_kernel(task), lowered, facts).on(_TARGET).is_busy:
         return None
-    return "the Hopper kernels would spill registers with so much work for each pair"
+    return "the Hopper kernels would spill registers with this much work per pair"
 
 
 def _kernel(task: Task) -> Kernel:

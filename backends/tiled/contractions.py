@@ -144,9 +144,9 @@ def why_tiles(lowered: Lowered, call: Call) -> str | None:
             return f"the dtype of q, {_short(own)}, would round rows of '{name}', {_short(given)}"
     width = _width_of(lowered, call)
     if width > MAX_WIDTH:
-        return f"the rows of q and of the contractions have {width} elements, over {MAX_WIDTH}"
+        return f"a row of q with its contractions has {width} elements (limit: {MAX_WIDTH})"
     if call.scale == 0.0:
-        return "with scale=0 the raw score has no room for contractions"
+        return "with scale=0, the raw score has no room for contractions"
     return None
 
 

@@ -67,13 +67,13 @@ class Decode(Portable):
         """See :class:`~..kernels.kernel.Family`."""
         batch, heads, q_len, _ = call.q.shape
         if q_len > MOST_QUERIES:
-            return f"the decode kernels take up to {MOST_QUERIES} rows of queries"
+            return f"the decode kernels support up to {MOST_QUERIES} rows of queries"
         if self._beside_others and q_len * _members(lowered, call) > _MOST_BESIDE_OTHERS:
-            return f"heads that share keys have more than {_MOST_BESIDE_OTHERS} rows together"
+            return f"heads that share keys have more than {_MOST_BESIDE_OTHERS} rows in total"
         if lowered.program.dropout is not None:
-            return "the decode kernels drop no weights"
+            return "the decode kernels do not drop weights"
         if max(batch, heads * q_len) > _MOST_PROGRAMS:
-            return f"the decode kernels take up to {_MOST_PROGRAMS} batch entries and rows of heads"
+            return f"the decode kernels support up to {_MOST_PROGRAMS} batch entries and head rows"
         return None
 
     def most_queries(self, task: Task) -> int | None:

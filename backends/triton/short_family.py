@@ -62,15 +62,15 @@ class Short(Portable):
         """See :class:`~..kernels.kernel.Family`."""
         backward = task is Task.BACKWARD
         if call.q.shape[1] > _MOST_HEADS:
-            return f"the short kernels take up to {_MOST_HEADS} heads"
+            return f"the short kernels support up to {_MOST_HEADS} heads"
         if keys_held(call.k.shape[2], _widths(call), backward) is None:
-            return f"no program of the short {task.direction} holds {call.k.shape[2]} keys"
+            return f"the short {task.direction} kernel cannot hold {call.k.shape[2]} keys"
         if not backward:
             return None
         if wanted is not None and (wanted.tensors or wanted.params):
-            return "the short backward adds up no gradients of captures"
+            return "the short backward kernel does not compute gradients of captures"
         if call.q.shape[2] * call.q.shape[1] // call.k.shape[1] > _MOST_ROWS:
-            return f"programs of the short backward go along up to {_MOST_ROWS} rows of queries"
+            return f"the short backward kernel supports up to {_MOST_ROWS} query rows per key head"
         return None
 
     def most_keys(self, task: Task, head_dim: int) -> int | None:

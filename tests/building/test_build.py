@@ -321,7 +321,7 @@ def test_calls_without_kernels_are_named(place: Workplace) -> None:
     (place.folder / "dots.attn").write_text(text)
     common = ("--target", "cuda:80", "--head-dim", "16,240", "--dim", "r=24", "--heads", "2/2")
     printed = place.build("dots.attn", "dots", *common, "--lengths", "64,80")
-    why = "the rows of q and of the contractions have 264 elements, over 256"
+    why = "a row of q with its contractions has 264 elements (limit: 256)"
     assert (
         f"without kernels: 2 calls of 'dots.attn', which torch operations run: {why}\n" in printed
     )

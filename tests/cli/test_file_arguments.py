@@ -120,7 +120,7 @@ def test_arguments_that_stand_for_nothing(attndsl, tree, argument):
     tree({"empty/x.txt": "", "a.attn": "causal()"})
     done = attndsl("check", argument)
     assert (done.code, done.out) == (2, "")
-    assert "stands for no file of programs" in done.err or "there is no file" in done.err
+    assert "matches no program file" in done.err or "there is no file" in done.err
     tree({"empty/x.json": "{}"})
     assert "left alone: empty/x.json, since no programs" in attndsl("check", "empty").err
 

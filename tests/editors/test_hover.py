@@ -60,7 +60,7 @@ def note(at, text=PROGRAM):
         ("def twice(x) = x", ["A parameter of `twice`."]),
         ("distance", ["distance = q - kv", "`int`, depends on `q`, `kv`."]),
         ("mask", ["All mask lines: `bool`, depends on `b`, `q`, `kv`; reads `doc`, `window`."]),
-        ("causal", ["def causal() = q >= kv", "Causal, aligned at the upper left"]),
+        ("causal", ["def causal() = q >= kv", "Causal, aligned to the upper left"]),
         ("score", ["`float`, depends on `h`, `score`; reads `gain`.",
                    "Its derivative by the raw score: `gain[h] * 50.0 * (1.0 - tanh"]),
         ("kv, twice(score", ["depends on `h`, `score`"]),

@@ -352,3 +352,19 @@ def test_hints_of_long_statements_come_quickly():
         with pytest.raises(AttnDSLError):
             check(Source(text), {})
     assert time.perf_counter() - start < 5
+
+
+def test_calls_of_no_version_get_the_hint_of_today():
+    """``softcap(score)`` has forgotten its limit, and ``alibi`` never had arguments."""
+    for text, hint in (("softcap(score)", "'softcap(score, 30.0)'"), ("alibi(slopes)", "alibi()")):
+        with pytest.raises(AttnDSLError) as caught:
+            check(Source(f"score = {text}"), {})
+        assert f"write {hint}" in str(caught.value)
+        assert "--upgrade" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["torch.tanh", "math.exp", "np.abs"])
+def test_functions_of_modules_are_named(name):
+    with pytest.raises(AttnDSLError) as caught:
+        check(Source(f"score = {name}(score)"), {})
+    assert f"write '{name.partition('.')[2]}(x)', not '{name}(x)'" in str(caught.value)

@@ -45,7 +45,7 @@ REFUSED = {
     "wide": (call_of(head_dim=264), "forward", None, "head dims up to 256"),
     "wide backward": (call_of(value_dim=264), "backward", ALL, "head dims up to 256"),
     "deterministic": (
-        call_of(head_dim=192, deterministic=True), "backward", ALL, "fixed order at head dims",
+        call_of(head_dim=192, deterministic=True), "backward", ALL, "fixed order only at head dims",
     ),
     "fp32 output": (call_of(wide=True), "forward", None, "stores its output in the dtype of q"),
     "empty": (call_of(q_len=0), "forward", None, "nothing"),
@@ -136,7 +136,7 @@ def test_which_deterministic_backwards_take_turns(text, head_dim, reason):
 def test_forwards_with_much_to_do_for_each_score_are_portable(text, busy):
     lowered = attndsl.compile(text).lowered
     found = why_portable(lowered, call_of(), "forward")
-    assert ("for each pair" in found) if busy else found is None
+    assert ("work per pair" in found) if busy else found is None
     assert why_portable(lowered, call_of(), "backward", torch.empty(2, 4, 40, 64), ALL) is None
 
 

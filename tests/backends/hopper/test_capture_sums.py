@@ -109,7 +109,7 @@ def test_rows_do_not_learn_from_results_of_more_keys():
         shares = backend._plan(lowered, call, partial)
         assert shares.lines.partial
         assert shares.lines.tensors == names
-    assert "results are of all keys" in why_portable(
+    assert "results over all keys" in why_portable(
         lowered, call, "backward", wants=Wants(tensors=frozenset({"rows"}), partial=True)
     )
 

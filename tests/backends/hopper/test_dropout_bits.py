@@ -61,10 +61,10 @@ def test_what_runs_where():
     assert refusal(text, "forward", 256) is None
     assert refusal(text, "backward", 128) is None
     assert refusal(text, "backward", 192) == (
-        "the Hopper backward has dropout at head dims up to 128"
+        "the Hopper backward kernel supports dropout at head dims up to 128"
     )
     assert refusal(text, "backward", params=frozenset({"p"})) == (
-        "gradients of what decides on dropout are added up pair by pair"
+        "gradients of a dropout probability are summed pair by pair"
     )
 
 

@@ -128,13 +128,17 @@ def test_what_was_compiled_for_hopper_shows_its_kernels():
 
 REFUSED = {
     "fp32": ("forward", {"dtype": torch.float32}, "fp16 and bf16, not torch.float32"),
-    "wide": ("forward", {"head_dim": 264}, "the Hopper forward takes head dims up to 256"),
-    "wide values": ("forward", {"value_dim": 512}, "the Hopper forward takes head dims up to 256"),
-    "wide backward": ("backward", {"head_dim": 264}, "the Hopper backward takes head dims up to 2"),
+    "wide": ("forward", {"head_dim": 264}, "Hopper forward kernel supports head dims up to 256"),
+    "wide values": (
+        "forward", {"value_dim": 512}, "Hopper forward kernel supports head dims up to 256",
+    ),
+    "wide backward": (
+        "backward", {"head_dim": 264}, "Hopper backward kernel supports head dims up to 256",
+    ),
     "odd rows": ("backward", {"head_dim": 36}, "multiples of 16 bytes"),
     "captures": (
         "backward", {"gain": torch.ones(2, requires_grad=True), "head_dim": 192},
-        "gradients of captured tensors are added up at head dims up to 128",
+        "gradients of captures are summed only at head dims up to 128",
     ),
 }  # fmt: skip
 
@@ -179,9 +183,7 @@ def test_without_gluon_there_is_no_text(without_gluon):
     assert "def attention_forward" in attndsl.compile(GAIN).source()
 
 
-FP32 = (
-    "    in fp32: triton kernels (the Hopper kernels compute in fp16 and bf16, not torch.float32)"
-)
+FP32 = "    in fp32: triton kernels (the Hopper kernels support fp16 and bf16, not torch.float32)"
 OUTPUT = "stores its output in the dtype of q, k and v"
 
 
@@ -189,10 +191,10 @@ def test_explanation_of_a_plain_program():
     assert lines_of("causal()", 64) == [
         "  forward    hopper kernels, head dims up to 256",
         FP32,
-        f"    with out_dtype=torch.float32: triton kernels (the Hopper forward {OUTPUT})",
+        f"    with out_dtype=torch.float32: triton kernels (the Hopper forward kernel {OUTPUT})",
         "  tangent    hopper kernels, head dims up to 128",
         FP32,
-        f"    with out_dtype=torch.float32: triton kernels (the Hopper tangent {OUTPUT})",
+        f"    with out_dtype=torch.float32: triton kernels (the Hopper tangent kernel {OUTPUT})",
         "  backward   hopper kernels, head dims up to 256",
         FP32,
     ]
@@ -205,7 +207,7 @@ def test_explanation_of_what_repairs_results():
 
 def test_explanation_of_captures():
     parts = "param c: float; param n: int; tensor t[kv_len]: float; mask = q - kv < n\n"
-    reason = "gradients inside a function of the score are added up pair by pair"
+    reason = "gradients inside a function of the score are summed pair by pair"
     for text, names in (
         ("tensor gain[kv_len]: float; score = tanh(gain[kv] * score)", "gain"),
         (parts + "score = tanh(c * score + t[kv])", "t, c"),
@@ -213,17 +215,17 @@ def test_explanation_of_captures():
         lines = lines_of(text, 128)
         assert lines[-1] == f"    with gradients of {names}: triton kernels ({reason})"
         assert sum("gradients of" in line for line in lines) == 1
-        pairs = "tangents of captures are looked up pair by pair"
+        pairs = "the Hopper tangent kernel does not compute tangents of captures"
         assert f"    with tangents of {names}: triton kernels ({pairs})" in lines
 
 
 def test_explanation_of_captures_that_hopper_kernels_add_up():
-    factor = "gradients of a factor need slopes of a wider range than fp16 has"
+    factor = "gradients of a factor need a wider range than that of fp16"
     line = f"    with gradients of gain in fp16: triton kernels ({factor})"
     assert lines_of(GAIN, 128)[-1] == line
     column = "tensor t[kv_len]: float; score = score + t[kv]"
     assert lines_of(column, 128)[-1] == FP32
-    wide = "gradients of captured tensors are added up at head dims up to 128"
+    wide = "gradients of captures are summed only at head dims up to 128"
     for text, name in ((GAIN, "gain"), (column, "t")):
         found = [line for line in lines_of(text, 192) if "gradients of" in line]
         assert found == [f"    with gradients of {name}: triton kernels ({wide})"]
@@ -233,7 +235,7 @@ def test_explanation_of_captures_that_hopper_kernels_add_up():
 def test_explanation_of_wide_heads(head_dim):
     assert lines_of(GAIN, head_dim) == [
         f"  {kind:<10} triton kernels at head dim {head_dim}: "
-        f"the Hopper {kind} takes head dims up to {most}"
+        f"the Hopper {kind} kernel supports head dims up to {most}"
         for kind, most in (("forward", 256), ("tangent", 128), ("backward", 256))
     ]
 
@@ -261,7 +263,7 @@ def test_explanation_of_tangents_without_a_hopper_kernel(weights):
     (line,) = [x for x in lines_of(f"weights = {weights}", 64) if x.startswith("  tangent")]
     assert line == (
         "  tangent    triton kernels at head dim 64: "
-        "the Hopper tangent has the weights of a softmax, without dropout"
+        "the Hopper tangent kernel supports only softmax weights, without dropout"
     )
 
 
@@ -271,7 +273,7 @@ def test_explanation_of_what_no_kernel_runs():
     forward, *_, backward = lines_of("weights = dropout(softmax(score), 0.1)", 256)
     assert "hopper kernels" in forward
     assert "triton kernels" in backward
-    assert backward.endswith("the Hopper backward has dropout at head dims up to 128")
+    assert backward.endswith("the Hopper backward kernel supports dropout at head dims up to 128")
 
 
 def test_explanation_of_weights_of_ones_own():
@@ -280,7 +282,7 @@ def test_explanation_of_weights_of_ones_own():
         ["hopper", "kernels,"], ["triton", "kernels"], ["hopper", "kernels,"],
     ]  # fmt: skip
     (line,) = [line for line in lines if "with gradients of s:" in line]
-    assert line.endswith("gradients of captures in weights are added up pair by pair)")
+    assert line.endswith("gradients of captures in `weights` are summed pair by pair)")
 
 
 def test_a_backward_shows_the_portable_kernels_that_it_runs_too():
@@ -314,7 +316,8 @@ def test_explanations_follow_the_table_of_configs(monkeypatch):
     fewer = {width: CANDIDATES[Task.FORWARD][width] for width in (64, 128)}
     monkeypatch.setattr(support_module, "CANDIDATES", {**CANDIDATES, Task.FORWARD: fewer})
     assert "  forward    hopper kernels, head dims up to 128" in lines_of("score", 128)
-    assert lines_of("score", 256)[0].endswith("the Hopper forward takes head dims up to 128")
+    (line, *_) = lines_of("score", 256)
+    assert line.endswith("the Hopper forward kernel supports head dims up to 128")
 
 
 def test_the_guide_shows_an_explanation():
@@ -339,7 +342,8 @@ def test_tangents_of_sinks_are_said_to_be_portable(declared):
     value = "s[h]" if "heads" in declared else "s"
     lines = lines_of(f"{declared}; mask = causal(); sink = {value}", 64)
     said = (
-        "    with tangents of s: triton kernels (tangents of captures are looked up pair by pair)"
+        "    with tangents of s: triton kernels "
+        "(the Hopper tangent kernel does not compute tangents of captures)"
     )
     assert said in lines
     assert not any("gradients of s" in line for line in lines)

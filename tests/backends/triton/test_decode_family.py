@@ -316,7 +316,7 @@ def test_what_other_families_run():
 
     assert why("causal()", 64) is None
     assert "up to 64 rows" in why("causal()", 65)
-    assert "drop no weights" in why("weights = dropout(softmax(score), 0.5)", 1)
+    assert "do not drop weights" in why("weights = dropout(softmax(score), 0.5)", 1)
     assert "65535" in why("causal()", 1, heads=65536)
 
 
@@ -338,7 +338,7 @@ def test_they_are_described():
     assert line.strip() == "forward    decode kernels, up to 64 rows of queries"
     lowered = attndsl.compile("weights = dropout(softmax(score), 0.5)").lowered
     (line,) = describe_kernels(backend, FAMILIES, lowered, 128)
-    assert line.strip() == "forward    decode kernels, none: the decode kernels drop no weights"
+    assert line.strip() == "forward    decode kernels, none: the decode kernels do not drop weights"
 
 
 COMPILE = textwrap.dedent(

@@ -209,13 +209,13 @@ def test_what_other_families_run():
         return FAMILIES[0].why_not(lowered, call, task, None, wants)
 
     assert why(Task.FORWARD, 5000, 256) is None
-    assert "holds 257 keys" in why(Task.FORWARD, 16, 257)
-    assert "holds 129 keys" in why(Task.BACKWARD, 16, 129)
+    assert "cannot hold 257 keys" in why(Task.FORWARD, 16, 257)
+    assert "cannot hold 129 keys" in why(Task.BACKWARD, 16, 129)
     assert why(Task.BACKWARD, 512, 128) is None
     # Two heads share the keys.
-    assert "up to 1024 rows" in why(Task.BACKWARD, 513, 128)
+    assert "up to 1024 query rows" in why(Task.BACKWARD, 513, 128)
     wants = Wants(tensors=frozenset({"gain"}))
-    assert "no gradients of captures" in why(Task.BACKWARD, 16, 16, wants=wants)
+    assert "not compute gradients of captures" in why(Task.BACKWARD, 16, 16, wants=wants)
 
 
 def test_texts_are_plain_and_the_same_each_time():
@@ -229,7 +229,7 @@ def test_texts_are_plain_and_the_same_each_time():
     backward = source_of(FAMILIES, lowered, call, "backward", Wants())
     assert backward.count("@triton.jit\ndef attention_") == 1
     lowered, call = call_of(64, 300)
-    with pytest.raises(UnsupportedError, match="holds 300 keys"):
+    with pytest.raises(UnsupportedError, match="cannot hold 300 keys"):
         source_of(FAMILIES, lowered, call, "forward", Wants())
 
 
@@ -297,6 +297,6 @@ def test_they_are_described_before_the_families_of_all_lengths():
     ]
     learned = attndsl.compile("param cap: float; score = cap * score").lowered
     lines = describe_kernels(get_backend("short", False), FAMILIES, learned, 64)
-    assert "with gradients of cap: others (the short backward adds up no" in lines[-1]
+    assert "with gradients of cap: others (the short backward kernel does not" in lines[-1]
     (line,) = describe_kernels(get_backend("short", False), FAMILIES, lowered, 600)
     assert "refused" in line
