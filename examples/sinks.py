@@ -1,4 +1,4 @@
-"""A learned sink: a head that finds nothing returns zero (GPT-OSS; arXiv 2309.17453).
+"""A learned sink: a head that finds nothing can return nearly zero (GPT-OSS; arXiv 2309.17453).
 
 Each query looks for earlier tokens of its own kind and should give the mean of their values, or
 zero where there is none. A softmax alone always sums to one, so that a query with no match gives

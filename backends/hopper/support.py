@@ -62,7 +62,7 @@ def why_not(
                 return unordered
         if wants is not None and (wants.tensors or wants.params):
             if lowered.program.weights is not None:
-                return "gradients of captures in `weights` are summed pair by pair"
+                return "the Hopper backward kernel computes no gradients of captures in `weights`"
             names = wants.tensors | wants.params
             if dropout is not None and names & leaf_names(dropout):
                 return "gradients of a dropout probability are summed pair by pair"
