@@ -23,6 +23,7 @@ def draw(rows: list[dict[str, Any]], ranks: tuple[int, ...]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {TOP + PANEL + 50}" '
         'font-family="system-ui, sans-serif" font-size="13" fill="#57606a">',
         f"<title>{escape('Simulated efficiency by number of GPUs')}</title>",
+        "<style>@media(prefers-color-scheme:dark){svg{fill:#9198a1}path[fill]{stroke:#30363d}}</style>",
         f'<text x="{LEFT}" y="24" font-size="15">Simulated, not measured: 8,192 tokens per GPU, '
         "no overlap</text>",
     ]

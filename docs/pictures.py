@@ -71,10 +71,15 @@ def runs(levels: list[int]) -> list[tuple[int, int, int]]:
 
 def draw(panel: Panel, x: int, y: int) -> list[str]:
     """SVG of one panel."""
+    lines = panel.program.split("; ")
+    top = 30 if len(lines) == 1 else 24
     parts = [
         f'<g transform="translate({x},{y})">',
         f'<text y="12" class="t">{escape(panel.title)}</text>',
-        f'<text y="30" class="p">{escape(panel.program)}</text>',
+        *(
+            f'<text y="{top + 11 * number}" class="p">{escape(line)}</text>'
+            for number, line in enumerate(lines)
+        ),
         f'<g transform="translate(0,{HEAD - 6})">',
         f'<rect width="{SIDE}" height="{SIDE}" class="b"/>',
         # Edges on whole pixels: between smoothed ones the background would show as a line.

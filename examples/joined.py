@@ -1,4 +1,4 @@
-"""A window combined with a mask from other code: trace its function and join the two programs.
+"""Combine a window with a mask function from other code: trace the function, then join both.
 
 Libraries give masks as Python functions. `attndsl.trace` reads them as programs, and `attndsl.join`
 adds to them, whatever names they use.

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("attndsl", "backends")
 PAGE = ROOT / "docs" / "dev" / "architecture.md"
 BEGIN, END = "<!-- caches: begin (tools/cache_table.py --write) -->", "<!-- caches: end -->"
-KINDS = ("memoised", "BoundedCache", "KeptLists")
+KINDS = ("memoised", "BoundedCache", "RecentEntries", "KeptLists")
 
 
 class Made(NamedTuple):

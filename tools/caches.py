@@ -35,7 +35,7 @@ from sources import Definition, Sources, children, module_of, parse, statements_
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OWNED = frozenset({"BoundedCache", "memoised"})
+OWNED = frozenset({"BoundedCache", "RecentEntries", "memoised"})
 """A class and a decorator whose caches register with one owner when they are made."""
 KNOWN = frozenset({"Modules._modules", "Expressions._lines"})
 """Caches whose keys are names or nodes."""

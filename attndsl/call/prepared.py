@@ -299,7 +299,7 @@ class PreparedCalls:
         """Prepared calls; and the steps of :meth:`attndsl.Attention.serve`, by signatures of
         their own."""
         self.recent: RecentEntries[GuardedLaunch] = RecentEntries(
-            "launches that calls try first", _MOST_RECENT, Reason.BACKENDS, Reason.KERNELS
+            "launches that calls try first by guards", _MOST_RECENT, Reason.BACKENDS, Reason.KERNELS
         )
 
     def of(
