@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import profiler
@@ -32,7 +32,15 @@ if TYPE_CHECKING:
     from attndsl.backends.memory_order import MemoryOrder
     from attndsl.pipeline import Lowered
 
-    Known = tuple[Backend, Lowered, Form, list[tuple[int, ...]]]
+
+class RecordedCall(NamedTuple):
+    """A call as its autograd node keeps it, without tensors."""
+
+    backend: Backend
+    lowered: Lowered
+    form: Form
+    strides: list[tuple[int, ...]]
+    """Of what a backward gets: the call's tensors, output and log-sum-exp."""
 
 
 def attend(
@@ -131,7 +139,8 @@ class _Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.kept = backend, lowered, form, [x.stride() for x in (*tensors, out, lse)]
+        strides = [x.stride() for x in (*tensors, out, lse)]
+        ctx.kept = RecordedCall(backend, lowered, form, strides)
         # An output that nobody sees takes torch as long as an allocation.
         return (out, public_lse(lse)) if return_lse else out
 
@@ -144,13 +153,13 @@ class _Attend(torch.autograd.Function):
 
 
 def gradients_of_saved(
-    kept: Known, needs: tuple[bool, ...],
+    recorded: RecordedCall, needs: tuple[bool, ...],
     saved: Tensors, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Gradients of a call's tensors, in their order.
 
     Args:
-        kept: Backend, program, form of the call, and strides that ``saved`` had in the forward.
+        recorded: The call; its strides are those of ``saved`` in the forward.
         needs: The tensors that need a gradient.
         saved: The call's tensors, output and log-sum-exp.
         grad_out: The output's gradient, (B, Hq, Lq, Dv); None for zeros.
@@ -158,7 +167,7 @@ def gradients_of_saved(
     """
     if grad_out is None and grad_lse is None:
         return (None,) * len(needs)
-    backend, lowered, form, strides = kept
+    backend, lowered, form, strides = recorded
     *tensors, out, lse = saved
     if grad_out is None:
         grad_out = torch.zeros_like(out)

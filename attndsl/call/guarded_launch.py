@@ -21,7 +21,7 @@ from attndsl.backends.base import Backward, matmul_precision
 from attndsl.backends.log_sum import public_lse
 from attndsl.foundation.scalars import number_key
 
-from .autograd import ALIGNED, gradients_of_saved, is_recorded, modes_on
+from .autograd import ALIGNED, RecordedCall, gradients_of_saved, is_recorded, modes_on
 from .batched_gradients import refuse_vectorized
 from .chunked_autograd import is_transformed
 from .distributed_checks import OF_TORCH
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from attndsl.backends.base import Backend, Call
     from attndsl.backends.dense.vjp import Tensors
     from attndsl.pipeline import Lowered
-
-    from .autograd import Known
 
 _MOST_BACKWARDS = 16
 """Bound backwards of one launch; others find out about each call anew."""
@@ -84,8 +82,8 @@ class GuardedLaunch:
     """
 
     __slots__ = (
-        "_backwards", "_captures", "_forward", "_guard", "_is_recorded", "_keywords", "_known",
-        "_numbers", "_options", "_params", "_return_lse",
+        "_backwards", "_captures", "_forward", "_guard", "_is_recorded", "_keywords", "_numbers",
+        "_options", "_params", "_recorded", "_return_lse",
     )  # fmt: skip
 
     def __init__(
@@ -111,10 +109,8 @@ class GuardedLaunch:
         self._return_lse = bool(given.get("return_lse"))
         self._forward = backend.bound_forward(lowered, call)
         self._backwards: tuple[_GuardedBackward, ...] = ()
-        strides: list[tuple[int, ...]] = []
-        self._known = backend, lowered, form, strides
-        """With the strides of what a backward gets: tensors, output, log-sum-exp. The first
-        forward tells."""
+        self._recorded = RecordedCall(backend, lowered, form, [])
+        """Without strides before the first forward."""
 
     def _keys_of(self, captures: Mapping[str, Any]) -> list[object]:
         return [number_key(captures[name]) for name in self._params]
@@ -149,8 +145,10 @@ class GuardedLaunch:
     def forward(self, ctx: Any, tensors: Tensors) -> Any:
         """The forward of an autograd node."""
         out, lse = self._forward(tensors)
-        if not self._known[3]:
-            self._known[3].extend(x.stride() for x in (*tensors, out, lse))
+        if not self._recorded.strides:
+            # In one step, since other threads may be here too.
+            strides = [x.stride() for x in (*tensors, out, lse)]
+            self._recorded = self._recorded._replace(strides=strides)
         ctx.set_materialize_grads(False)
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         ctx.save_for_backward(*tensors, out, lse)
@@ -164,21 +162,21 @@ class GuardedLaunch:
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         """Gradients of the tensors; see :func:`.autograd.gradients_of_saved`."""
         if grad_out is None:
-            return gradients_of_saved(self._known, needs, saved, grad_out, grad_lse)
+            return gradients_of_saved(self._recorded, needs, saved, grad_out, grad_lse)
         given = (*saved, grad_out) if grad_lse is None else (*saved, grad_out, grad_lse)
         for bound in self._backwards:
             if bound.takes(needs, given):
                 return bound.run(given)
         refuse_vectorized(grad_out, grad_lse)
         if len(self._backwards) < _MOST_BACKWARDS and self._is_bindable(given):
-            bound = _GuardedBackward(self._known, needs, given)
+            bound = _GuardedBackward(self._recorded, needs, given)
             self._backwards = *self._backwards, bound
             return bound.run(given)
-        return gradients_of_saved(self._known, needs, saved, grad_out, grad_lse)
+        return gradients_of_saved(self._recorded, needs, saved, grad_out, grad_lse)
 
     def _is_bindable(self, given: Tensors) -> bool:
         """Return True if nothing else is to be done for a backward of these tensors."""
-        strides = self._known[3]
+        strides = self._recorded.strides
         number = len(strides)
         return (
             not torch.is_grad_enabled()
@@ -194,8 +192,8 @@ class _GuardedBackward:
 
     __slots__ = ("_captures", "_guard", "_launch", "_length", "_needs", "_number", "_wanted")
 
-    def __init__(self, known: Known, needs: tuple[bool, ...], given: Tensors) -> None:
-        backend, lowered, form, strides = known
+    def __init__(self, recorded: RecordedCall, needs: tuple[bool, ...], given: Tensors) -> None:
+        backend, lowered, form, strides = recorded
         self._needs, self._captures = needs, form.tensors
         self._number, self._length = len(strides) - 2, len(given)
         self._wanted = wants_of(needs, form.tensors, form.given)

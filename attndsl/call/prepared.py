@@ -226,16 +226,16 @@ class PreparedCall:
                 backend = seen_by_modes(backend, self.request, whole)
             if self.terms is not None:
                 call = self.terms.applied(whole)
-            tiles, out, has_lse = map(options.get, ("tiles", "out", "return_lse"))
+            has_lse = bool(options.get("return_lse"))
             if has_lse:
                 check_has_lse(self.declared)
             if self.binds and not first and len(self.launches) < _MOST_LAUNCHES:
                 self._bind(call, given)
-            if tiles is not None:
+            if (tiles := options.get("tiles")) is not None:
                 call = call._replace(tiles=given_tiles(self.lowered, call, tiles))
-            if out is None:
-                return attend(backend, self.lowered, call, bool(has_lse), first)
-            return self._into(backend, whole, call, out, bool(has_lse))
+            if (out := options.get("out")) is not None:
+                return self._into(backend, whole, call, out, has_lse)
+            return attend(backend, self.lowered, call, has_lse, first)
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self.source)
             raise
