@@ -230,7 +230,7 @@ def of_memory(decode: Mapping[str, Any] | None, serving: Mapping[str, Any] | Non
 
 
 def is_plain(row: Row) -> bool:
-    """Whether it has plain scores, one query, and one length for all requests."""
+    """True for plain scores, one query, and one length for all requests."""
     return row["program"] == PLAIN and row["q_len"] == 1 and not row["ragged"]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import decoding
+from summary import speeds_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ _SCORES = (
 )  # fmt: skip
 _LEARNED = ("head_gain",)
 _SHORT = 512
-_FORWARD, _BACKWARD = "forward", "backward"
+_DIRECTIONS = ("forward", "backward")
 NEEDED = (SPARSE, DENSE, OTHER, decoding.DECODE, decoding.SERVING)
 
 
@@ -42,30 +43,6 @@ class Line:
     """True if README.md has it."""
 
 
-def _times(
-    system: str,
-    direction: str,
-    cases: Sequence[str],
-    lengths: Callable[[int], bool] = bool,
-    dim: int | None = None,
-) -> Callable[[Rows], list[float]]:
-    """Speeds relative to ``system`` in the rows of benchmarks/attention.py."""
-
-    def speeds(rows: Rows) -> list[float]:
-        return [
-            row[f"{system}_ms"] / row["attndsl_ms"]
-            for row in rows
-            if row["direction"] == direction
-            and row["case"] in cases
-            and lengths(row["S"])
-            and dim in (None, row["D"])
-            and row.get(f"{system}_ms")
-            and row["attndsl_ms"]
-        ]
-
-    return speeds
-
-
 def _line(
     other: str,
     system: str,
@@ -76,7 +53,7 @@ def _line(
     **more: Any,
 ) -> Line:
     """A row of benchmarks/attention.py, forward and backward."""
-    forward, backward = (_times(system, way, cases, **more) for way in (_FORWARD, _BACKWARD))
+    forward, backward = (speeds_beside(system, way, cases, **more) for way in _DIRECTIONS)
     return Line(other, what, file, forward, backward, is_headline)
 
 

@@ -183,7 +183,7 @@ def table_of_predicted(rows: list[dict[str, Any]]) -> str:
 
 
 def _faster(theirs: float | None, ours: float) -> str:
-    """How fast a step is relative to torch's, in a cell."""
+    """A cell with the speed of a step relative to torch's."""
     if theirs is None:
         return "-"
     return f"{theirs / ours:.2f}x" if theirs < 10 * ours else f"{theirs / ours:.0f}x"
@@ -203,7 +203,7 @@ def _head(row: dict[str, Any]) -> str:
 
 
 def errors_of_simulation(rows: list[dict[str, Any]]) -> str:
-    """How far the simulation is off in all rows, by number of GPUs."""
+    """Errors of the simulation in all rows, by number of GPUs."""
     rows = completed(rows)
     lines = []
     timed = [row for row in rows if "attndsl_step_ms" in row]

@@ -20,7 +20,7 @@ _MASKS = ("causal", "documents1000", "neighbourhood128x6", "window1024", "prefix
 _LEARNED = ("gain", "key_bias", "query_bias", "relative", "full_bias", "buckets")
 _SHORT = 512
 NO_OTHER = "-"
-"""What the table has where attndsl is compared with itself alone."""
+"""Cell of a row that compares attndsl only with itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +46,25 @@ class Question:
     file: str
     """Name of the result file, without its ending."""
     section: Section
-    """Where the figures are."""
+    """Section with the figures."""
     answer: Callable[[Rows], str]
     """A sentence from the rows of the file."""
     speeds: Callable[[Rows], Sequence[float]] | None = None
     """attndsl's speed over that of the fastest other system, case by case; None without others."""
 
 
-def _times(
-    column: str, direction: str, cases: Sequence[str], length: int | None = None
-) -> Callable[[Rows], list[float]]:
-    """The speeds of attndsl over those of another system.
+def speeds_beside(
+    column: str, direction: str, cases: Sequence[str],
+    lengths: Callable[[int], bool] | None = None, dim: int | None = None,
+) -> Callable[[Rows], list[float]]:  # fmt: skip
+    """The speeds of attndsl over those of another system, in rows of benchmarks/attention.py.
 
     Args:
         column: Column of the result file, without ``_ms``.
         direction: ``forward`` or ``backward``.
         cases: Names of the programs that count.
-        length: Rows of this length alone.
+        lengths: True for the lengths that count; all by default.
+        dim: The head dim that counts; all by default.
     """
 
     def speeds(rows: Rows) -> list[float]:
@@ -71,9 +73,10 @@ def _times(
             for row in rows
             if row["direction"] == direction
             and row["case"] in cases
+            and (lengths is None or lengths(row["S"]))
+            and (dim is None or row["D"] == dim)
             and row.get(f"{column}_ms") is not None
             and row["attndsl_ms"] is not None
-            and (length is None or row["S"] == length)
         ]
 
     return speeds
@@ -87,7 +90,7 @@ def against(
     cases: Sequence[str],
     length: int | None = None,
 ) -> Question:
-    """How fast attndsl is, compared with one other system.
+    """A question about attndsl's speed relative to one other system.
 
     Args:
         text: The question, without its direction.
@@ -98,7 +101,8 @@ def against(
         length: As for the rows.
     """
     column, name = other
-    speeds = _times(column, direction, cases, length)
+    lengths = None if length is None else length.__eq__
+    speeds = speeds_beside(column, direction, cases, lengths)
 
     def answer(rows: Rows) -> str:
         found = speeds(rows)
@@ -180,7 +184,7 @@ _PEER = "the best peer (cuDNN or FlashAttention-2, else FlexAttention)"
 
 
 def _short(kind: str, direction: str | None = None) -> Question:
-    """How fast short calls are, in a CUDA graph (``device``) or from Python (``eager``)."""
+    """A question about short calls, in a CUDA graph (``device``) or from Python (``eager``)."""
 
     def speeds(rows: Rows) -> list[float]:
         return [

@@ -281,7 +281,7 @@ def sections() -> list[tuple[summary.Section, str]]:
 
 
 def pages() -> dict[Path, str]:
-    """What stands between the marks of each page of docs/results with tables of this script."""
+    """The generated text of each page of docs/results with tables of this script."""
     found: dict[str, list[str]] = {}
     for section, text in sections():
         found.setdefault(section.page, []).append(text)

@@ -166,7 +166,7 @@ def create_block_mask(
         H: The same of query heads.
         Q_LEN: Number of queries.
         KV_LEN: Number of keys.
-        device: Where the captured tensors are; by default the accelerator, else the CPU.
+        device: Device of the captured tensors; by default the accelerator, or the CPU.
         BLOCK_SIZE: Rows and columns of a block, or one number for both.
         _compile: Has no effect: nothing is gained by it here.
         separate_full_blocks: Whether blocks without a dead pair are listed apart.

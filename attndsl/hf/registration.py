@@ -164,10 +164,9 @@ def register(
     both masks keep it, and the program's score lines read the model's final score.
 
     Args:
-        programs: Programs by name, each of which is then ``"attndsl:NAME"``: texts, compiled
-            programs, or the path of a configuration file or program file, as for
-            :func:`attndsl.load`.
-        key: Where in the file the programs stand, as for :func:`attndsl.load`.
+        programs: Programs by name, for use as ``"attndsl:NAME"``: texts, compiled programs, or the
+            path of a configuration file or program file, as for :func:`attndsl.load`.
+        key: Place of the programs in the file, as for :func:`attndsl.load`.
 
     Returns:
         The names for ``attn_implementation``.

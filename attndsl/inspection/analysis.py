@@ -83,7 +83,7 @@ class Analysis(Compiled):
                 ``backward_kv`` (dK and dV; also ``backward``).
             kv_heads: Key-value heads; ``heads`` by default.
             head_dim: For masks that mention it.
-            device: Where to find them; that of the captured tensors, else the CPU.
+            device: Device to compute on; by default that of the captured tensors, or the CPU.
             q_offset: As for a call, like the three that follow.
             kv_offset: Logical position of the first key.
             q_index: (q_len,) logical positions of the queries.

@@ -84,7 +84,7 @@ class DenseViews(Compiled):
             max_bytes: How large the array may be; 1 GiB by default.
             kv_heads: Key-value heads; ``heads`` by default.
             head_dim: For masks that mention it.
-            device: Where to compute it; that of the captured tensors, else the CPU.
+            device: Device to compute on; by default that of the captured tensors, or the CPU.
             q_offset: As for a call, like the three that follow.
             kv_offset: Logical position of the first key.
             q_index: (q_len,) logical positions of the queries.

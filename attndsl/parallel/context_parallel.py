@@ -296,7 +296,7 @@ class ContextParallel:
         return torch.cat([torch.arange(a, b, device=device) for a, b in runs])
 
     def unshard(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The whole tensor of which each rank gives its rows, on all ranks; no gradients pass.
+        """The whole tensor, on every rank, from each rank's rows. It is not differentiable.
 
         Args:
             values: This rank's rows.

@@ -52,7 +52,7 @@ class Machine:
 
 
 class Shape(NamedTuple):
-    """The sizes of a call, of which costs depend on."""
+    """The sizes of a call that its costs depend on."""
 
     batch: int = 1
     heads: int = 1
