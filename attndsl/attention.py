@@ -183,14 +183,14 @@ class Attention(InGraphs, Analysis, DenseViews, Introspection, Serving):
             found = self._at_once((q, k, v), given) if self._in_graphs else None
             return self._not_prepared((q, k, v), given) if found is None else found
         try:
-            for launch in self._prepared.recent.each:
+            for launch in self._prepared.recent_launches.each:
                 found = launch((q, k, v), given, given)
                 if found is not None:
                     return found
             if torch.compiler.is_compiling() or type(q) not in PLAIN_TENSORS:
                 return self._not_prepared((q, k, v), given)
             prepared, arguments, first = self._prepared.of(self, q, k, v, given)
-            return prepared.run(arguments, first, self._prepared.recent)
+            return prepared.run(arguments, first, self._prepared.recent_launches)
         except (AttributeError, TypeError):
             refuse_call(self, (q, k, v), given)
             raise

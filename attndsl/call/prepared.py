@@ -288,7 +288,7 @@ class PreparedCall:
 class PreparedCalls:
     """The prepared calls of a program, by signature."""
 
-    __slots__ = ("_facts", "cache", "recent")
+    __slots__ = ("_facts", "cache", "recent_launches")
 
     def __init__(self, facts: Facts) -> None:
         """Make room for calls of a program with these ``facts``."""
@@ -298,7 +298,7 @@ class PreparedCalls:
         )
         """Prepared calls; and the steps of :meth:`attndsl.Attention.serve`, by signatures of
         their own."""
-        self.recent: RecentEntries[GuardedLaunch] = RecentEntries(
+        self.recent_launches: RecentEntries[GuardedLaunch] = RecentEntries(
             "launches that calls try first by guards", _MOST_RECENT, Reason.BACKENDS, Reason.KERNELS
         )
 

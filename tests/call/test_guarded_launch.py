@@ -219,7 +219,7 @@ def test_backwards_of_many_strides_are_bound_a_few_times(backwards):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     # The first call of a signature is not bound.
     assert backwards.made == module._MOST_BACKWARDS
-    assert attention._prepared.recent.each
+    assert attention._prepared.recent_launches.each
 
 
 @pytest.mark.parametrize("needs", [(0,), (1, 2), (0, 1, 2)])
@@ -319,10 +319,10 @@ def test_a_reset_drops_what_was_bound(forwards):
     for number, reason in enumerate((Reason.KERNELS, Reason.RESET)):
         for _ in range(3):
             attention(*operands)
-        assert attention._prepared.recent.each
+        assert attention._prepared.recent_launches.each
         assert forwards.made == 1 + number
         CACHES.invalidate(reason)
-        assert not attention._prepared.recent.each
+        assert not attention._prepared.recent_launches.each
 
 
 def test_many_shapes_share_the_first_places(forwards):
@@ -332,7 +332,7 @@ def test_many_shapes_share_the_first_places(forwards):
         for operands in shapes:
             check(attention, operands)
     assert (forwards.made, forwards.runs) == (8, 8)
-    assert len(attention._prepared.recent.each) == attention._prepared.recent.bound < 8
+    assert len(attention._prepared.recent_launches.each) == attention._prepared.recent_launches.bound < 8
 
 
 def test_other_things_than_tensors_are_refused_as_ever():
