@@ -332,7 +332,8 @@ def test_many_shapes_share_the_first_places(forwards):
         for operands in shapes:
             check(attention, operands)
     assert (forwards.made, forwards.runs) == (8, 8)
-    assert len(attention._prepared.recent_launches.each) == attention._prepared.recent_launches.bound < 8
+    recent = attention._prepared.recent_launches
+    assert len(recent.each) == recent.bound < 8
 
 
 def test_other_things_than_tensors_are_refused_as_ever():
