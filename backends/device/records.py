@@ -182,15 +182,50 @@ class Factors(NamedTuple):
     of_scores: Any
 
 
-class PartOfTiles(NamedTuple):
-    """Some of the live tiles of rows, by their numbers: the first, and the one behind the last."""
+class ShareLimits(NamedTuple):
+    """Limits of how programs share a unit's live tiles: the most parts, a program's least tiles."""
 
+    most_parts: Any
+    least_tiles: Any
+
+
+class ShareOfParts(NamedTuple):
+    """A program's share of a unit's parts, of ``taken`` live tiles each.
+
+    ``parts`` is the unit's number of them, ``each`` a program's. The program has those from
+    ``first`` on, before ``last``, and their tiles end before number ``end``. ``alone`` tells if
+    they are all of the unit's.
+    """
+
+    parts: Any
+    taken: Any
+    each: Any
     first: Any
     last: Any
+    end: Any
+    alone: Any
+
+
+class RunningParts(NamedTuple):
+    """The softmax of the part at hand, of the group's parts before, and of the groups before.
+
+    ``part`` is the number of the part at hand, ``left`` how many of its tiles are left, ``lost``
+    how many sums are not finite.
+    """
+
+    softmax: Any
+    group: Any
+    merged: Any
+    part: Any
+    left: Any
+    lost: Any
 
 
 class EveryPart(NamedTuple):
-    """Parts of a unit's keys that are merged: the first, how many, and the step to the next."""
+    """Parts of a unit's keys that are merged: the first, how many, and how many lie together.
+
+    ``step`` is a power of two: 1, or where the first part of each group has the group's sums more.
+    """
 
     first: Any
     count: Any

@@ -183,6 +183,8 @@ class KernelFacts:
     """True if dQ is in q's dtype all the same, because the call has room for it in that dtype."""
     packed_heads: bool = False
     """True if the rows of a tile are those of several query heads, which share keys."""
+    joined_parts: bool = False
+    """True if a program may have several parts of the keys of such rows."""
     pages: PageFacts | None = None
     """Facts of the pages; None except in kernels of packed requests."""
     locals: Mapping[Node, str] = field(default_factory=dict, compare=False, repr=False)
@@ -317,7 +319,8 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
         pair_tiles=(), features=(), takes_turns=False, small_tiles=False, wide_out=False,
-        wide_gradients=False, narrow_dq=False, packed_heads=False, pages=None,
+        wide_gradients=False, narrow_dq=False, packed_heads=False,
+        joined_parts=False, pages=None,
     )  # fmt: skip
 
 

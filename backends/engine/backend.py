@@ -127,7 +127,9 @@ class GeneratedBackend(Backend):
         ]  # fmt: skip
         if lowered.program.bounded:
             rows = rows_alone(plan.lines)
-            tasks += [(Task.REPAIR, None, None), (Task.REPAIR_GRADIENTS, grad_out, rows)]
+            tasks.append((Task.REPAIR_GRADIENTS, grad_out, rows))
+            if not self._family(lowered, call, Task.FORWARD, None, None).isolates:
+                tasks.append((Task.REPAIR, None, None))
         for task, gradient, wants in tasks:
             family = self._family(lowered, call, task, gradient, wants)
             jobs = family.jobs(lowered, call, task, gradient, wants)
@@ -142,16 +144,18 @@ class GeneratedBackend(Backend):
             return empty_like(q, call.v.shape[-1], wide_dtype(call.wide)), lse
         layout = self._layout(lowered, call, Task.FORWARD)
         out, lse = layout.family.forward(layout, lowered, call)
-        if lowered.program.bounded:
+        if lowered.program.bounded and not layout.family.isolates:
             repairs = self._layout(lowered, call, Task.REPAIR)
             repair_results(repairs, lowered, call, (out, lse), layout.family.checks_results)
         return out, lse
 
     def bound_forward(self, lowered: Lowered, call: Call) -> BoundForward:
         """See :class:`~attndsl.backends.base.Backend`."""
-        if call.q.numel() == 0 or lowered.program.bounded:
+        if call.q.numel() == 0:
             return super().bound_forward(lowered, call)
         layout = self._layout(lowered, call, Task.FORWARD)
+        if lowered.program.bounded and not layout.family.isolates:
+            return super().bound_forward(lowered, call)
         return layout.family.bound_forward(layout, lowered, call)
 
     def bound_backward(self, lowered: Lowered, call: Call, backward: Backward) -> BoundBackward:

@@ -101,6 +101,18 @@ def producer_load(channel, slot, place):
 
 
 @gluon.jit
+def producer_load_blocks(channel, slot, place, NUMBER: gl.constexpr):
+    """Load a tile in NUMBER blocks of 64 columns, one place of data each, and commit the stage."""
+    if NUMBER == 1:
+        producer_load(channel, slot, place)
+    else:
+        ready = producer_expect(channel, slot, NUMBER * channel.desc.block_type.nbytes)
+        for block in gl.static_range(NUMBER):
+            own = channel.data.index(slot.stage * NUMBER + block)
+            tma_load(channel.desc, [place[0], place[1], place[2], 64 * block], ready, own)
+
+
+@gluon.jit
 def producer_commit(channel, slot):
     """Let the consumers have a stage that was written."""
     mbarrier.arrive(barrier_at(channel.full, slot.stage), count=1)

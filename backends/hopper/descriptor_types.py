@@ -11,7 +11,7 @@ from ..kernels.compile import Argument
 from ..kernels.kernel import Task
 from .features import BUFFERS, FEATURES
 from .features.bias import pair_block
-from .tile_shapes import BYTES_OF_TYPES, Block, block_width
+from .tile_shapes import BYTES_OF_TYPES, COLUMN_BLOCK, Block, block_width, key_blocks
 
 if TYPE_CHECKING:
     from ..emit.facts import KernelFacts, PairTile
@@ -29,6 +29,8 @@ def moved_argument(name: str) -> str:
 def blocks_of(task: Task, facts: KernelFacts, config: Config) -> dict[str, Block]:
     """Blocks of the descriptors that a kernel takes."""
     d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
+    if key_blocks(task, facts) > 1:
+        d = COLUMN_BLOCK
     m, n = config.block_m, config.block_n
 
     def rows(number: int, width: int) -> Block:

@@ -50,6 +50,7 @@ class Hopper:
     fixed: tuple[FixedKernel, ...] = FIXED
     tells_places = True
     checks_results = True
+    isolates = False
     marks_entries = False
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from .features.feature import ModuleSpec, parts_of
 from .features.tile_skipping import own_tiles
 from .program_functions import print_functions, weights_and_factor
 from .shared_memory import has_own_output, query_slots
-from .tile_shapes import block_width, is_above_128
+from .tile_shapes import block_width, is_above_128, key_blocks, key_width
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -113,7 +113,8 @@ def _constants(spec: ModuleSpec) -> Flags:
         "REGISTERS": config.registers,
         "HEAD_DIM": facts.head_dim,
         "VALUE_DIM": facts.value_dim,
-        "D": block_width(facts.head_dim),
+        "D": key_width(spec.task, facts),
+        "KEY_BLOCKS": key_blocks(spec.task, facts),
         "DV": block_width(facts.value_dim),
         "Q_KIND": facts.q_kind,
         "KV_KIND": facts.kv_kind,

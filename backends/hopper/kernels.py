@@ -19,7 +19,7 @@ from .features import BY_FLAG
 from .features.tile_skipping import parts_of_lists
 from .generate import generate, has_wide_lines, has_wide_pairs
 from .shared_memory import deepened
-from .tile_shapes import block_width, widest
+from .tile_shapes import block_width, config_width, widest
 from .tile_sizes import CANDIDATES, candidates, for_lengths, with_few_keys
 from .tma_bias import fitting
 
@@ -58,7 +58,7 @@ def _text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
 
 
 def _tangent_configs(job: Job, machine: Target) -> tuple[Config, ...]:
-    return CANDIDATES[job.kernel.task][widest(job.facts)]
+    return CANDIDATES[job.kernel.task][config_width(job.kernel.task, job.facts)]
 
 
 def _configs(job: Job, machine: Target) -> tuple[Config, ...]:
@@ -72,7 +72,7 @@ def _configs(job: Job, machine: Target) -> tuple[Config, ...]:
     if not forward and job.work_of_pair > _MOST_WORK_OF_LARGE:
         plain = False
     work = job.work
-    found = candidates(task, widest(facts), plain, work, column, dropped, own)
+    found = candidates(task, config_width(task, facts), plain, work, column, dropped, own)
     if forward and not (dropped or own or work == "short partial"):
         found = with_few_keys(facts, found)
     few = forward and work.startswith("short") and _visits_few(job)

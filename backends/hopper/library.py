@@ -160,6 +160,36 @@ def multiply(left, right, zeros, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def column_blocks(data, stage, NUMBER: gl.constexpr, WIDTH: gl.constexpr):
+    """Rows of q or k in NUMBER blocks of 64 columns; all WIDTH columns together if that is 1."""
+    ROWS: gl.constexpr = data.shape[3]
+    if NUMBER == 1:
+        found = (data.index(stage).reshape([ROWS, WIDTH]),)
+    else:
+        first = stage * NUMBER
+        found = (
+            data.index(first).reshape([ROWS, 64]),
+            data.index(first + 1).reshape([ROWS, 64]),
+            data.index(first + 2).reshape([ROWS, 64]),
+        )
+    return found
+
+
+@gluon.jit
+def multiply_blocks(left, right, zeros, WIDTH: gl.constexpr):
+    """Begin the product of rows that :func:`column_blocks` returns, as :func:`multiply` does."""
+    if len(left) == 1:
+        product = multiply(left[0], right[0], zeros, WIDTH)
+    else:
+        product = zeros
+        for block in gl.static_range(len(left)):
+            product = warpgroup_mma(
+                left[block], right[block].permute((1, 0)), product, use_acc=block > 0, is_async=True
+            )
+    return product
+
+
+@gluon.jit
 def pack(tile, HALF: gl.constexpr):
     """A tile of fp32 in ``HALF``, two neighbours of a row in each 32-bit word.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..kernels.config import shared_memory_of
 from ..kernels.kernel import Task
 from .features import FEATURES
-from .tile_shapes import block_width, widest
+from .tile_shapes import block_width, key_blocks, key_width, widest
 
 if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
@@ -29,9 +29,10 @@ def has_own_output(facts: KernelFacts, config: Config) -> bool:
     The next work tile's rows of q may then come before those of the output have gone. Forwards with
     places for two work tiles' rows of q do without it: see :func:`query_slots`.
     """
-    d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
-    if d != dv or not config.persistent:
-        return d != dv
+    if _differs_from_q(facts):
+        return True
+    if not config.persistent or key_blocks(Task.FORWARD, facts) > 1:
+        return False
     return bool(facts.moving_operands) and _has_room(facts, config)
 
 
@@ -40,8 +41,7 @@ def query_slots(facts: KernelFacts, config: Config) -> int:
 
     With two, the next work tile's rows of q come while the consumers compute.
     """
-    own = facts.moving_operands or not config.persistent
-    if own or block_width(facts.head_dim) != block_width(facts.value_dim):
+    if facts.moving_operands or not config.persistent or _differs_from_q(facts):
         return 1
     return 2 if _has_room(facts, config) else 1
 
@@ -56,9 +56,15 @@ def deepened(facts: KernelFacts, config: Config) -> Config:
     return more if query_slots(facts, more) == 2 else config
 
 
+def _differs_from_q(facts: KernelFacts) -> bool:
+    """Return True if rows of the output have another width than those of q, or than two blocks."""
+    differ = block_width(facts.head_dim) != block_width(facts.value_dim)
+    return differ and key_blocks(Task.FORWARD, facts) == 1
+
+
 def _has_room(facts: KernelFacts, config: Config) -> bool:
     """Return True if a forward has room for output rows, or as many of q, beside the rest."""
-    d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
+    d, dv = key_width(Task.FORWARD, facts), block_width(facts.value_dim)
     q, k, v = (1 + (name in facts.moving_operands) for name in "qkv")
     elements = config.block_m * (q * d + dv) + config.stages * config.block_n * (k * d + v * dv)
     more = _feature_bytes(Task.FORWARD, facts, config)
@@ -67,10 +73,10 @@ def _has_room(facts: KernelFacts, config: Config) -> bool:
 
 def shared_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
     """Least shared memory of a kernel, in bytes: the output in the place of q, if it can be."""
-    d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
+    d, dv = key_width(task, facts), block_width(facts.value_dim)
     m, n, stages = config.block_m, config.block_n, config.stages
     if task is Task.FORWARD:
-        elements = m * d + stages * n * (d + dv) + m * dv * (d != dv)
+        elements = m * d + stages * n * (d + dv) + m * dv * _differs_from_q(facts)
     else:
         elements = (n + stages * m) * (d + dv)
         # dS; above head dim 128 once, and weights' slopes in fp32. Row statistics are two of fp32.

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
 
 BYTES_OF_TYPES = {"fp32": 4, "fp16": 2, "bf16": 2, "i8": 1}
+COLUMN_BLOCK = 64
+"""Columns that the tensor memory accelerator swizzles together, of 16 bits."""
 ADDRESS_BYTES = 16
 """Addresses and strides that the tensor memory accelerator takes are multiples of this."""
 
@@ -35,6 +37,27 @@ class Block:
 def block_width(head_dim: int) -> int:
     """Columns of a tile that holds rows of ``head_dim`` elements; the rest is zeros."""
     return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def key_blocks(task: Task, facts: KernelFacts) -> int:
+    """Number of blocks of 64 columns that rows of q and k are cut into; 1 if they are not.
+
+    Tiles have powers of two columns. Rows of 192 in tiles of 256 leave no room for 128 keys: see
+    M67 in docs/dev/measured.md.
+    """
+    thirds = 128 < facts.head_dim <= 192 and block_width(facts.value_dim) == 128
+    return 3 if thirds and task is Task.FORWARD else 1
+
+
+def key_width(task: Task, facts: KernelFacts) -> int:
+    """Columns of the tiles of q and k."""
+    number = key_blocks(task, facts)
+    return block_width(facts.head_dim) if number == 1 else number * COLUMN_BLOCK
+
+
+def config_width(task: Task, facts: KernelFacts) -> int:
+    """Columns by which configs are listed: those of the wider tiles."""
+    return max(key_width(task, facts), block_width(facts.value_dim))
 
 
 def widest(facts: KernelFacts) -> int:

@@ -22,6 +22,11 @@ _FORWARD = {
         Config(128, 128, 4, 2, 2, 240, early=True),
         Config(128, 64, 4, 3, 2, 240),
     ),
+    192: (
+        Config(128, 128, 4, 2, 2, 240),
+        Config(128, 128, 4, 2, 2, 240, early=True),
+        Config(128, 64, 4, 3, 2, 240),
+    ),
     256: (Config(128, 64, 4, 2, 2, 240),),
 }
 _BACKWARD = {
@@ -145,11 +150,11 @@ def candidates(
     (see M7). In both directions dropout leaves fewer registers, since its producer draws.
 
     Persistent programs hide how items begin and end. Forwards that add something to columns lose by
-    it, and so do forwards of head dim 256. See M5 in docs/dev/measured.md.
+    it, and so do forwards of head dims above 192. See M5 in docs/dev/measured.md.
 
     Args:
         task: ``FORWARD`` or ``BACKWARD``.
-        width: Head dim, a power of two.
+        width: Columns of the wider tiles, see ``tile_shapes.config_width``.
         plain: Whether it has scores that are ``scale * (q . k)``, or no mask.
         work: What its loop is like, see ``Sparsity.work``.
         column: Whether its score has a part that varies with the key alone, and weights follow the
@@ -171,7 +176,7 @@ def candidates(
         found = tuple(sorted(found, key=lambda config: (config.block_m, config.block_n)))
     if dropped and task is Task.BACKWARD and width <= 64:
         found = for_busy_producers(found)
-    persistent = width <= 128 and not (task is Task.FORWARD and column)
+    persistent = width <= 192 and not (task is Task.FORWARD and column)
     return tuple(replace(config, persistent=persistent) for config in found)
 
 

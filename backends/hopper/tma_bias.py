@@ -25,7 +25,7 @@ from ..kernels.config import shared_memory_of
 from ..memory_order import strides
 from .features.bias import indices_of, lookups_of_pairs
 from .shared_memory import shared_bytes
-from .tile_shapes import ADDRESS_BYTES, widest
+from .tile_shapes import ADDRESS_BYTES, config_width
 from .tile_sizes import CANDIDATES
 from .tma_copies import is_worth_a_copy
 
@@ -49,7 +49,7 @@ def with_pair_tiles(facts: KernelFacts, lowered: Lowered, call: Call, task: Task
     chosen: tuple[PairTile, ...] = ()
     for tile in pair_tiles(lowered, call, task):
         more = replace(facts, pair_tiles=(*chosen, tile))
-        if len(chosen) < _MOST and fitting(task, more, CANDIDATES[task][widest(more)]):
+        if len(chosen) < _MOST and fitting(task, more, CANDIDATES[task][config_width(task, more)]):
             chosen = more.pair_tiles
     return replace(facts, pair_tiles=chosen)
 

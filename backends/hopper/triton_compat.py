@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 from triton.backends.nvidia import driver
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ else:
     tma_load = tma.async_copy_global_to_shared
     tma_store = tma.async_copy_shared_to_global
 tma_wait = tma.store_wait
+_MEMORY = gl.shared_memory_descriptor
+view_memory = _MEMORY.reinterpret if hasattr(_MEMORY, "reinterpret") else _MEMORY._reinterpret
+"""Shared memory in another shape and layout: ``(memory, dtype, shape, layout)``."""
 
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 COPIES_OPERANDS = tl.constexpr(_VERSION < (3, 9))

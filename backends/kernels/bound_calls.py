@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, BoundBackward, BoundForward, Call, CallGradients
+    from .compile import Executable
     from .kernel import Family
     from .launch_spec import LaunchSpec
 
@@ -99,6 +100,37 @@ def last_arguments(
     for place in tensors:
         added[place] = None
     return LastArguments([*numbers, *added], tuple(places))
+
+
+class KernelLaunch:
+    """A kernel's launch, the rest of whose arguments is bound."""
+
+    __slots__ = ("_arguments", "_grid", "_kernel", "_last", "index", "new")
+
+    def __init__(
+        self, kernel: Executable, grid: tuple[int, int, int], last: LastArguments,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Bind ``kernel`` to run ``grid`` on ``device``, with the ``last`` arguments."""
+        self._kernel, self._grid, self._last = kernel, grid, last
+        self.index, self.new = device.index, allocator(device.type)
+        # The launcher asks the driver about each tensor, and takes an address as it is.
+        self._arguments = _tensors if kernel.interpreted else _addresses
+
+    def run(
+        self, stream: int, tensors: Sequence[torch.Tensor], captures: Sequence[torch.Tensor]
+    ) -> None:
+        """Launch the kernel with ``tensors`` first."""
+        arguments = self._arguments(tensors)
+        self._kernel.launch_grid(self._grid, stream, arguments + self._last.now(captures))
+
+
+def _tensors(tensors: Sequence[torch.Tensor]) -> list[object]:
+    return [*tensors]
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[object]:
+    return [x.data_ptr() for x in tensors]
 
 
 def bound_forward(family: Family, layout: LaunchSpec, lowered: Lowered, call: Call) -> BoundForward:

@@ -243,6 +243,8 @@ class Family(Protocol):
     """True if kernels say which of their results are not finite. Forwards of programs whose keys
     are bounded store NaN as the rest of such a row's log-sum-exp, and backwards make
     :attr:`~..base.CallGradients.checks`."""
+    isolates: bool
+    """True if forwards keep values that are not finite to live pairs: then nothing repairs them."""
     marks_entries: bool
     """True if forwards make results NaN of batch entries with a wrong number of keys or offset."""
 

@@ -8,33 +8,40 @@ Non-goals: gradients, tangents and dropout, which other families run.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from ..emit.facts import block_widths
 from ..kernels.arguments import capture_arguments, origin
-from ..kernels.device import on_device, stream_of
+from ..kernels.bound_calls import KernelLaunch, last_arguments, rows_of
+from ..kernels.device import on_device, stream_if_current, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.tile_lists import lists_of
 from ..kernels.work_counters import Counts
-from ..memory_order import empty_fp32
+from ..memory_order import empty_fp32, wide_dtype
 from .decode_kernels import FORWARDS, KERNELS, NAME
 from .decode_tiles import (
     COUNTS_OF_GRAPHS,
     MOST_QUERIES,
+    UnitPrograms,
+    joins_parts,
     members_of,
     most_parts,
+    programs_of,
     shape_of,
     sharing_of,
 )
 from .family import Portable, empty_results, facts_of_task
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Wants
+    from ..base import BoundForward, Call, Wants
+    from ..kernels.bound_calls import NewTensor
     from ..kernels.kernel import FixedKernel, Kernel
     from ..kernels.launch_spec import LaunchSpec
     from .decode_tiles import DecodeShape
@@ -53,6 +60,7 @@ class Decode(Portable):
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = ()
     checks_results = False
+    isolates = True
     marks_entries = True
 
     def __init__(self, beside_others: bool = False) -> None:
@@ -87,7 +95,11 @@ class Decode(Portable):
         """One: the kernel of the call's rows."""
         facts = facts_of_task(lowered, call, task, grad_out, wanted)
         facts = replace(facts, packed_heads=True)
-        _, shape = tile_of(lowered, call, call.k, call.v)
+        batch, heads, q_len, _ = call.q.shape
+        members, shape = tile_of(lowered, call, call.k, call.v)
+        sharing, units = sharing_of(shape, lowered.program, facts), heads // members
+        joined = joins_parts(sharing, batch, units * -(-q_len // shape.queries))
+        facts = replace(facts, joined_parts=joined)
         return (Job(FORWARDS[shape], lowered, facts),)
 
     def forward(
@@ -95,37 +107,113 @@ class Decode(Portable):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~..kernels.kernel.Family`."""
         q = call.q
-        batch, heads, q_len, _ = q.shape
         out, lse = empty_results(layout, call)
         ((name, kernel),) = layout.executables.items()
-        members, shape = tile_of(lowered, call, call.k, call.v)
-        units = heads // members * -(-q_len // shape.queries)
-        sharing = sharing_of(shape, lowered.program, layout.facts)
-        parts = most_parts(call.k.shape[2], units, kernel.config, sharing)
+        plan = plan_of(layout, lowered, call)
         stream = stream_of(q.device)
         with on_device(q.device):
             lists = lists_of(layout, lowered, call, name, stream)
             room, counts = out, lse
-            if parts > 1:
-                numbers = batch * units * parts * shape.lines
-                room = empty_fp32(q, numbers * (_width(layout) + 2))
-                counts = self._counts.of(q.device, stream, batch * units * sharing.counts_of(parts))
+            if plan.counted:
+                room = empty_fp32(q, plan.room)
+                counts = self._counts.of(q.device, stream, plan.counted)
             kernel.launch_grid(
-                (parts, units, batch),
+                plan.grid,
                 stream,
                 [
-                    q, call.k, call.v, out, lse, room, counts, *layout.strides,
-                    *out.stride()[:3], call.scale, *layout.sizes,
-                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                    members, *capture_arguments(layout.facts, call), *lists,
+                    q, call.k, call.v, out, lse, room, counts,
+                    *numbers_of(layout, call, out.stride(), plan),
+                    *capture_arguments(layout.facts, call), *lists,
                 ],
             )  # fmt: skip
         return out, lse
+
+    def bound_forward(self, layout: LaunchSpec, lowered: Lowered, call: Call) -> BoundForward:
+        """See :class:`~..kernels.kernel.Family`."""
+        plan, order = plan_of(layout, lowered, call), layout.orders.out
+        last = last_arguments(layout, call, numbers_of(layout, call, order.strides, plan))
+        if last is None or layout.lists or call.room is not None:
+            return super().bound_forward(layout, lowered, call)
+        (kernel,) = layout.executables.values()
+        dtype = wide_dtype(call.wide) or call.q.dtype
+        return DecodeForwardLaunch(
+            KernelLaunch(kernel, plan.grid, last, call.q.device),
+            (order.shape, order.strides, dtype), (*rows_of(layout), torch.float32),
+            ((plan.room,), (1,), torch.float32), self._counts, plan.counted,
+        )  # fmt: skip
 
 
 def _width(layout: LaunchSpec) -> int:
     """Columns of a tile of values."""
     return block_widths(layout.facts)[1]
+
+
+class DecodePlan(NamedTuple):
+    """Numbers of programs, parts and counters of a call."""
+
+    grid: tuple[int, int, int]
+    room: int
+    """Numbers that parts leave in memory."""
+    counted: int
+    """Counters of all units; 0 where all keys of a unit are one part."""
+    sizes: tuple[int, int, int]
+    """Members of a tile, most parts, and least tiles of a program: arguments of the kernel."""
+
+
+def plan_of(layout: LaunchSpec, lowered: Lowered, call: Call) -> DecodePlan:
+    """The plan of calls like ``call``."""
+    batch, heads, q_len, _ = call.q.shape
+    (kernel,) = layout.executables.values()
+    members, shape = tile_of(lowered, call, call.k, call.v)
+    units = heads // members * -(-q_len // shape.queries)
+    sharing, width = sharing_of(shape, lowered.program, layout.facts), _width(layout)
+    tiles = -(-call.k.shape[2] // kernel.config.block_n)
+    parts = most_parts(call.k.shape[2], units, kernel.config, sharing)
+    programs = UnitPrograms(parts, 1)
+    if layout.facts.joined_parts:
+        longest = tiles if lowered.program.bounded else None
+        programs = programs_of(sharing, parts, batch * units, longest)
+    room = batch * units * parts * shape.lines * (width + 2) if parts > 1 else 0
+    return DecodePlan(
+        (programs.number, units, batch), room, batch * units * sharing.counts_of(parts),
+        (members, parts, programs.least_tiles),
+    )  # fmt: skip
+
+
+def numbers_of(
+    layout: LaunchSpec, call: Call, steps: Sequence[int], plan: DecodePlan
+) -> list[object]:
+    """Arguments behind the tensors, before what the program adds. ``steps`` are the output's."""
+    return [
+        *layout.strides, *steps[:3], call.scale, *layout.sizes,
+        origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index), *plan.sizes,
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeForwardLaunch:
+    """See :meth:`attndsl.backends.base.Backend.bound_forward`."""
+
+    launch: KernelLaunch
+    out: NewTensor
+    lse: NewTensor
+    room: NewTensor
+    counts: Counts
+    counted: int
+
+    def __call__(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the forward."""
+        q, k, v, *captures = operands
+        launch = self.launch
+        if (stream := stream_if_current(launch.index)) is None:
+            with torch.cuda.device(q.device):
+                return self(operands)
+        out, lse = launch.new(*self.out), launch.new(*self.lse)
+        room, counts = out, lse
+        if self.counted:
+            room, counts = launch.new(*self.room), self.counts.of(q.device, stream, self.counted)
+        launch.run(stream, (q, k, v, out, lse, room, counts), captures)
+        return out, lse
 
 
 def tile_of(

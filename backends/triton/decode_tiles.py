@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl.ir import Op, mentions
 
-from ..emit.facts import FP8_TYPE
+from ..emit.facts import FP8_TYPE, block_widths
 from ..kernels.config import Config
 from .tiles import widths_of
 
@@ -45,11 +45,29 @@ LEAST_PARTS, MOST_PARTS = 16, 128
 they take longer to merge, and write more."""
 _WIDE_PARTS = 8
 """Least parts of tiles with more than :data:`_WIDE_ROWS` rows, whose parts are large: see M48."""
+PARTS_OF_GROUP = 8
+"""Parts that are merged with each other before others. A program with several parts has whole
+groups, and leaves in memory what a group has: storing each part would cost B16 x 10k 5%."""
+_EVEN_PARTS = 2 * PARTS_OF_GROUP
+"""Numbers of parts that several programs can share evenly are multiples of this."""
 TILES_OF_PART = 1
 """Least tiles that a program takes. Where keys are few each more takes 0.8 us (1,024 keys: 7.9, 8.7
 and 10.9 us with 1, 2 and 4 on an H100, D128), and where they are many it changes nothing."""
 MANY_TILES = 4
 """Least tiles that a program takes where a unit has more parts than :data:`LEAST_PARTS`."""
+_MOST_SUMS = 4096
+"""Sums of a part beyond which a program has one part: those of the parts before take as many
+registers."""
+_MOST_SUMS_OF_WARP = 512
+"""Sums of a warp up to which groups are merged in registers: 16 of a thread."""
+LEAST_TILES = 64
+"""Least tiles that a program takes where a call has as many tiles of rows as programs run at a
+time: its own then follow each other without a break."""
+_FEW = 1.5
+"""Ratio of the programs that run at a time to those of a call from which a program has one part."""
+_PROGRAMS_OF_LONG = 4
+"""Programs that share the keys of one tile of rows there, if some rows may have many more keys than
+others."""
 COUNTS_OF_GRAPHS = 1 << 22
 """Numbers that launches of CUDA graphs count in: a hundred graphs of 32 layers with 1,280 each."""
 TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
@@ -154,16 +172,24 @@ class Sharing(NamedTuple):
     least: int
     """Parts of one unit, if it has so many tiles, and of those that are merged at once: their loads
     wait for memory together."""
+    several: bool = False
+    """True if a program may have several parts. Parts of more rows would be stored through shared
+    memory that tiles of keys need."""
+
+    @property
+    def even(self) -> int:
+        """Divisor of numbers of parts above the least."""
+        return _EVEN_PARTS if self.several else 1
 
     @property
     def most_in_one(self) -> int:
-        """Parts that one program merges alone. Of more, several programs merge ``least`` each."""
+        """Parts that one program merges alone. Of more, several programs merge a group each."""
         return 2 * self.least
 
     def counts_of(self, parts: int) -> int:
         """Number of counters of one unit's programs, where ``parts`` of them share its keys."""
         if parts > self.most_in_one:
-            return 1 + -(-parts // self.least)
+            return 1 + -(-parts // PARTS_OF_GROUP)
         return int(parts > 1)
 
     def lines_at_once(self, shape: DecodeShape, width: int) -> int:
@@ -177,11 +203,12 @@ def sharing_of(shape: DecodeShape, program: Program, facts: KernelFacts) -> Shar
     if shape.rows > _WIDE_ROWS:
         return Sharing(PROGRAMS, _WIDE_PARTS)
     narrow = facts.pages is not None and _is_narrow(shape, program, facts)
-    return Sharing(_NARROW_PROGRAMS if narrow else _PROGRAMS_TWICE, LEAST_PARTS)
+    several = shape.rows == LEAST_ROWS and shape.rows * block_widths(facts)[1] <= _MOST_SUMS
+    return Sharing(_NARROW_PROGRAMS if narrow else _PROGRAMS_TWICE, LEAST_PARTS, several)
 
 
 def most_parts(kv_len: int, units: int, config: Config, sharing: Sharing) -> int:
-    """The most programs that share the keys of one tile of rows.
+    """The most parts that the keys of one tile of rows have.
 
     Args:
         kv_len: Keys of the call.
@@ -190,8 +217,54 @@ def most_parts(kv_len: int, units: int, config: Config, sharing: Sharing) -> int
         sharing: The kernel's.
     """
     tiles = -(-kv_len // config.block_n)
-    most = max(sharing.least, min(sharing.programs // units, tiles // MANY_TILES, MOST_PARTS))
+    most = min(sharing.programs // units, tiles // MANY_TILES, MOST_PARTS)
+    most = max(sharing.least, most // sharing.even * sharing.even)
     return max(1, min(most, -(-tiles // TILES_OF_PART)))
+
+
+def folds_groups(shape: DecodeShape, width: int, warps: int) -> bool:
+    """Return True if a program that has all parts of a unit merges their groups in registers.
+
+    It needs registers for three sums of all its rows. Others leave groups in memory.
+    """
+    return shape.rows * width <= _MOST_SUMS_OF_WARP * warps
+
+
+class UnitPrograms(NamedTuple):
+    """Number of programs that share a unit's parts, and of tiles that each takes at least."""
+
+    number: int
+    least_tiles: int
+
+
+def joins_parts(sharing: Sharing, batch: int, units: int) -> bool:
+    """Return True if programs may have several parts in a call of so many units a batch entry.
+
+    A kernel for one part is shorter, which a call of a few microseconds shows.
+    """
+    return sharing.several and batch > 1 and batch * units * sharing.least > sharing.programs
+
+
+def programs_of(sharing: Sharing, parts: int, units: int, tiles: int | None) -> UnitPrograms:
+    """Programs that share the parts of each of a call's units, in one that :func:`joins_parts`.
+
+    There are as many as run at a time, so that each loads its keys without a break. See M66 in
+    docs/dev/measured.md.
+
+    Args:
+        sharing: The kernel's.
+        parts: The most that a unit has.
+        units: Tiles of rows of all batch entries.
+        tiles: The most live tiles that a unit may have where others may have fewer, or None.
+    """
+    most = sharing.programs
+    if units < most:
+        groups = -(-parts // PARTS_OF_GROUP)
+        each = PARTS_OF_GROUP * -(-groups // max(1, most // units))
+        number = -(-parts // each)
+        return UnitPrograms(number, 1) if _FEW * units * number >= most else UnitPrograms(parts, 1)
+    number = 1 if tiles is None else min(_PROGRAMS_OF_LONG, -(-tiles // LEAST_TILES))
+    return UnitPrograms(max(1, min(number, parts)), LEAST_TILES)
 
 
 def warps_of(shape: DecodeShape) -> int:

@@ -60,6 +60,7 @@ class Portable:
     fixed: tuple[FixedKernel, ...] = FIXED
     tells_places = False
     checks_results = False
+    isolates = False
     marks_entries = False
 
     def why_no_device(self, device: torch.device) -> str | None:

@@ -15,10 +15,12 @@ from ..emit.template import Products, fill_template
 from .decode_tiles import (
     MANY_TILES,
     MOST_PARTS,
+    PARTS_OF_GROUP,
     REQUESTS_AT_ONCE,
     TILES_OF_PART,
     TOKENS_AT_ONCE,
     DecodeShape,
+    folds_groups,
     is_looked_up,
     sharing_of,
 )
@@ -63,10 +65,15 @@ def decode_text(
         "LEAST_PARTS": sharing.least,
         "MOST_PARTS": MOST_PARTS,
         "PARTS_AT_ONCE": sharing.least,
+        "PARTS_OF_GROUP": PARTS_OF_GROUP,
+        "EVEN_PARTS": sharing.even,
         "MOST_IN_ONE": sharing.most_in_one,
         "LINES_AT_ONCE": sharing.lines_at_once(shape, block_widths(facts)[1]),
         "MARKED": program.entries != NO_ENTRIES,
         "PEELED": is_looked_up(program.mask),
+        "FOLDS": folds_groups(shape, block_widths(facts)[1], config.warps),
+        "SEVERAL_PARTS": facts.joined_parts,
+        "CHECKS": program.bounded and facts.pages is None,
         "FORWARD_HAS_FULL": listed or bool(loop.full),
         "FORWARD_HAS_PARTIAL": listed or bool(loop.partial),
     }

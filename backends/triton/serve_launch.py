@@ -20,7 +20,15 @@ from ..kernels.work_counters import Counts
 from ..paged_requests import requests_of
 from .append_launch import why_not_fp8
 from .decode_family import tile_of
-from .decode_tiles import COUNTS_OF_GRAPHS, MOST_QUERIES, most_parts, sharing_of
+from .decode_tiles import (
+    COUNTS_OF_GRAPHS,
+    MOST_QUERIES,
+    UnitPrograms,
+    joins_parts,
+    most_parts,
+    programs_of,
+    sharing_of,
+)
 from .family import Portable, facts_of_task
 from .serve_kernels import KERNELS, SERVES
 
@@ -96,7 +104,10 @@ class Serve(Portable):
             facts, packed_heads=True, pages=own, aligned=own.q_aligned, wide_rows=own.wide_rows,
             reach=None,  # Later steps of the signature may have more rows.
         )  # fmt: skip
-        return (Job(SERVES[_units(lowered, call, pages)[1]], lowered, facts),)
+        units, shape, _ = _units(lowered, call, pages)
+        sharing = sharing_of(shape, lowered.program, facts)
+        facts = replace(facts, joined_parts=joins_parts(sharing, call.q.shape[0], units))
+        return (Job(SERVES[shape], lowered, facts),)
 
     def layout_of_pages(
         self, layout: LaunchSpec, lowered: Lowered, call: Call, pages: Pages
@@ -111,14 +122,18 @@ class Serve(Portable):
         """
         q = pages.q
         batch, heads, q_len, _ = call.q.shape
-        width = pages.v.shape[3]
         (kernel,) = layout.executables.values()
+        width, block_width = pages.v.shape[3], block_widths(layout.facts)[1]
+        tiles = -(-call.k.shape[2] // kernel.config.block_n)
         units, shape, members = _units(lowered, call, pages)
         # Where a request may have many rows, there are programs enough, and room would be large.
         parts, sharing = 1, sharing_of(shape, lowered.program, layout.facts)
         if q_len <= MOST_QUERIES:
             parts = most_parts(call.k.shape[2], heads // members, kernel.config, sharing)
-        numbers = batch * units * parts * shape.lines * (block_widths(layout.facts)[1] + 2)
+        numbers = batch * units * parts * shape.lines * (block_width + 2)
+        programs = UnitPrograms(parts, 1)
+        if layout.facts.joined_parts:
+            programs = programs_of(sharing, parts, batch * units, tiles)
         facts = layout.facts.without_made()
         return PagesLayout(
             layout,
@@ -126,13 +141,13 @@ class Serve(Portable):
             facts,
             bool(facts.captures or facts.params or facts.dim_names),
             # One request more: its programs clear tokens of nobody.
-            (parts, units, batch + 1),
+            (programs.number, units, batch + 1),
             batch * units * sharing.counts_of(parts),
             numbers,
             (heads, width),
             (q.stride(1), q.stride(0), width, heads * width, *_steps(pages)),
             (batch, heads, call.k.shape[1], q_len, call.k.shape[2]),
-            (pages.k.shape[0], members),
+            (pages.k.shape[0], members, parts, programs.least_tiles),
         )
 
     def serve(

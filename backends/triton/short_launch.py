@@ -12,7 +12,7 @@ import torch
 
 from ..base import CallGradients
 from ..kernels.arguments import call_numbers
-from ..kernels.bound_calls import allocator, rows_of
+from ..kernels.bound_calls import KernelLaunch, rows_of
 from ..kernels.call_signature import PADDING
 from ..kernels.device import stream_if_current
 
@@ -47,42 +47,11 @@ def forward_grid(layout: LaunchSpec) -> tuple[int, int, int]:
     return batch, heads, -(-q_len // layout.part_rows)
 
 
-class ShortLaunch:
-    """A kernel's launch, the rest of whose arguments is bound."""
-
-    __slots__ = ("_arguments", "_grid", "_kernel", "_last", "index", "new")
-
-    def __init__(
-        self, kernel: Executable, grid: tuple[int, int, int], last: LastArguments,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        """Bind ``kernel`` to run ``grid`` on ``device``, with the ``last`` arguments."""
-        self._kernel, self._grid, self._last = kernel, grid, last
-        self.index, self.new = device.index, allocator(device.type)
-        # The launcher asks the driver about each tensor, and takes an address as it is.
-        self._arguments = _tensors if kernel.interpreted else _addresses
-
-    def run(
-        self, stream: int, tensors: Sequence[torch.Tensor], captures: Sequence[torch.Tensor]
-    ) -> None:
-        """Launch the kernel with ``tensors`` first."""
-        arguments = self._arguments(tensors)
-        self._kernel.launch_grid(self._grid, stream, arguments + self._last.now(captures))
-
-
-def _tensors(tensors: Sequence[torch.Tensor]) -> list[object]:
-    return [*tensors]
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[object]:
-    return [x.data_ptr() for x in tensors]
-
-
 @dataclass(frozen=True, slots=True)
 class ShortForwardLaunch:
     """See :meth:`attndsl.backends.base.Backend.bound_forward`."""
 
-    launch: ShortLaunch
+    launch: KernelLaunch
     out: NewTensor
     lse: NewTensor
 
@@ -104,7 +73,7 @@ def forward_of(
     """Bind forwards like ``call``; ``dtype`` is the output's."""
     order = layout.orders.out
     return ShortForwardLaunch(
-        ShortLaunch(kernel, forward_grid(layout), last, call.q.device),
+        KernelLaunch(kernel, forward_grid(layout), last, call.q.device),
         (order.shape, order.strides, dtype), (*rows_of(layout), torch.float32),
     )  # fmt: skip
 
@@ -113,7 +82,7 @@ def forward_of(
 class ShortBackwardLaunch:
     """See :meth:`attndsl.backends.base.Backend.bound_backward`."""
 
-    launch: ShortLaunch
+    launch: KernelLaunch
     made: tuple[NewTensor, NewTensor, NewTensor, NewTensor]
     """dQ, dK, dV and delta."""
 
@@ -142,5 +111,5 @@ def backward_of(
     orders = (layout.orders.q, layout.orders.k, layout.orders.v)
     dq, dk, dv = ((order.shape, order.strides, dtype) for order in orders)
     delta = (batch, heads, padded), (heads * padded, padded, 1), torch.float32
-    launch = ShortLaunch(kernel, (batch, kv_heads, 1), last, call.q.device)
+    launch = KernelLaunch(kernel, (batch, kv_heads, 1), last, call.q.device)
     return ShortBackwardLaunch(launch, (dq, dk, dv, delta))

@@ -18,6 +18,8 @@ from attndsl.backends.hopper import records as hopper_records
 from .gluon_machine import Addition, Barriers, Product, Shared, number, unwritten
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .gluon_machine import Descriptor, Machine, Pointer
 
 
@@ -76,6 +78,11 @@ class Operations:
                 pin_before_wait=lambda values, zero: None,
                 halves=lambda words, half, layout: words,
                 multiply=self.multiply_rows,
+                multiply_blocks=self.multiply_blocks,
+                column_blocks=lambda data, stage, number, width: tuple(
+                    data.index(stage * number + block).reshape([data.shape[3], width // number])
+                    for block in range(number)
+                ),
                 # Rows side by side here, so that any number of them will do.
                 max_of_two_rows=lambda peak: peak.view(-1, 2).amax(1).repeat_interleave(2),
                 ramps=lambda begins, slope, size, layout: (
@@ -111,7 +118,8 @@ class Operations:
                 add_diagonals=self.add_diagonals
             ),
             "attndsl.backends.hopper.triton_compat": SimpleNamespace(
-                tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores
+                tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores,
+                view_memory=lambda memory, dtype, shape, layout: memory.reshape(shape),
             ),
             "attndsl.backends.device.records": records,
             "attndsl.backends.hopper.records": hopper_records,
@@ -339,6 +347,16 @@ class Operations:
 
     def multiply_rows(self, left: Shared, right: Shared, zeros: Any, width: int) -> Product:
         return self.multiply(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+    def multiply_blocks(
+        self, left: Sequence[Shared], right: Sequence[Shared], zeros: Any, width: int
+    ) -> Product:
+        product = zeros
+        for block, (rows, columns) in enumerate(zip(left, right, strict=True)):
+            product = self.multiply(
+                rows, columns.permute((1, 0)), product, use_acc=block > 0, is_async=True
+            )
+        return product
 
     def products(self, pending: int, deps: list[Product]) -> Any:
         self.machine.pause()

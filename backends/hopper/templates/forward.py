@@ -26,7 +26,8 @@ def attend(
         operand = unpack(p, q_len >> 31, HALF, WEIGHTS)
     consumer_wait(k, slot)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    scoring = multiply(rows.tile, k.data.index(slot.stage).reshape([BLOCK_N, D]), zeros, HEAD_DIM)
+    k_tile = column_blocks(k.data, slot.stage, KEY_BLOCKS, D)
+    scoring = multiply_blocks(rows.tile, k_tile, zeros, HEAD_DIM)
     consumer_wait(v, before)
     v_tile = v.data.index(before.stage).reshape([BLOCK_N, DV])
     if HAS_DROPOUT:
@@ -101,7 +102,8 @@ def attend_first(
     k = memory.k
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     consumer_wait(k, slot)
-    score = multiply(rows.tile, k.data.index(slot.stage).reshape([BLOCK_N, D]), zeros, HEAD_DIM)
+    k_tile = column_blocks(k.data, slot.stage, KEY_BLOCKS, D)
+    score = multiply_blocks(rows.tile, k_tile, zeros, HEAD_DIM)
     kv_parts = parts_of_keys(kv_tile, work)
     score = warpgroup_mma_wait(0, deps=[score])
     consumer_release(k, slot)
@@ -147,7 +149,7 @@ def consume_work(
     lowest = 0.0 if BOUNDED else float("-inf")
     row_max = gl.full([ROWS], lowest, gl.float32, layout=gl.SliceLayout(1, SCORES))
     q_slot = slot_of_rows(PART, work_index)
-    q_tile = memory.q.data.index(q_slot.stage).reshape([ROWS, D])
+    q_tile = column_blocks(memory.q.data, q_slot.stage, KEY_BLOCKS, D)
     rows = Rows(numbers, places, q, q_parts, origin, q_tile)
 
     first_tile = tile_at(begin_partial, work, True)
@@ -174,7 +176,8 @@ def consume_work(
     if SIGNED:
         if factors.factor < 0.0:
             ELEMENTS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            q_tile.store(-q_tile.load(ELEMENTS))
+            for block in gl.static_range(KEY_BLOCKS):
+                q_tile[block].store(-q_tile[block].load(ELEMENTS))
             fence_async_shared()
         # Dead pairs' scores are infinite, and stay so; what is NaN stays too.
         size = gl.abs(factors.factor)
@@ -205,7 +208,7 @@ def consume_work(
         if uses_fixed_max:
             acc, row_sum = attend_by_halves(
                 tiles_before + visits.partial + end, tiles_before + tiles, softmax,
-                q_tile, factors, memory, sizes.q_len,
+                q_tile[0], factors, memory, sizes.q_len,
             )
             # Otherwise these would stay in registers for what comes behind all tiles.
             p = gl.full(softmax.p.shape, 0, gl.int32, layout=softmax.p.type.layout)
@@ -275,6 +278,20 @@ def consume_work(
 
 
 @gluon.jit
+def place_of_output(data, desc, stage):
+    """Place of a consumer's rows of the output among those of q, which may be wider."""
+    if KEY_BLOCKS == 1:
+        found = data.index(stage)
+    else:
+        # Two blocks of each consumer's three. The consumer's number is even, or the last one.
+        gl.static_assert(CONSUMERS * KEY_BLOCKS * 64 % DV == 0)
+        NUMBER: gl.constexpr = CONSUMERS * KEY_BLOCKS * 64 // DV
+        tiles = view_memory(data, desc.dtype, [NUMBER] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+        found = tiles.index(stage * (NUMBER - 1))
+    return found
+
+
+@gluon.jit
 def store_output(PART: gl.constexpr, acc, first, q_slot, desc, memory, work):
     """Store a consumer's rows of the output, from row ``first`` on."""
     if OWN_OUTPUT:
@@ -284,7 +301,7 @@ def store_output(PART: gl.constexpr, acc, first, q_slot, desc, memory, work):
             tma_wait(0)
     else:
         # The rows of q have been read for the last time, and make room for those of the output.
-        part = memory.q.data.index(q_slot.stage)
+        part = place_of_output(memory.q.data, desc, q_slot.stage)
     part.reshape([ROWS, DV]).store(acc.to(HALF))
     fence_async_shared()
     if FIXED_MAX:

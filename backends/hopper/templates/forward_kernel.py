@@ -140,7 +140,8 @@ def run_forward(q_desc, k_desc, v_desc, tangents, bias_descs, results, call):
     look up; None where there are none.
     """
     PARTS: gl.constexpr = QUERIES * CONSUMERS
-    q_s, k_s, v_s = allocate_tiles(q_desc, PARTS), allocate_tiles(k_desc, STAGES), allocate_tiles(v_desc, STAGES)
+    q_s = allocate_tiles(q_desc, PARTS * KEY_BLOCKS)
+    k_s, v_s = allocate_tiles(k_desc, STAGES * KEY_BLOCKS), allocate_tiles(v_desc, STAGES)
     out = allocate_tiles(results.out, CONSUMERS) if OWN_OUTPUT else None
     q_full, q_empty = new_barriers(PARTS, 1), None
     k_full, k_empty, v_full, v_empty = (

@@ -100,7 +100,7 @@ def load_tiles(tile_index, kv_tile, memory, work, draw, wanted):
     slot = slot_of(tile_index, STAGES)
     place = [work.scope.head.b, work.scope.head.hkv, kv_tile * BLOCK_N, 0]
     producer_acquire(k, slot)
-    producer_load(k, slot, place)
+    producer_load_blocks(k, slot, place, KEY_BLOCKS)
     if HAS_BIAS:
         present, first_query = wanted
         load_bias(
@@ -137,7 +137,8 @@ def load_query(work_index, tile, head, q):
     for part in gl.static_range(CONSUMERS):
         slot = slot_of_rows(part, work_index)
         producer_acquire(q, slot)
-        producer_load(q, slot, [head.b, head.h, tile * BLOCK_M + part * ROWS, 0])
+        place = [head.b, head.h, tile * BLOCK_M + part * ROWS, 0]
+        producer_load_blocks(q, slot, place, KEY_BLOCKS)
 
 
 @gluon.jit

@@ -21,18 +21,18 @@ from attndsl.backends.hopper import gluon_dialect as tl
 from attndsl.backends.hopper.channels import (
     acquire_item, allocate_barriers, allocate_tiles, announce_item, await_item, consumer_release,
     consumer_wait, init_barrier, item_memory, new_barriers, pack_fields, producer_acquire,
-    producer_commit, producer_expect, producer_load, query_item, read_field, release_item, slot_of,
+    producer_commit, producer_expect, producer_load, producer_load_blocks, query_item, read_field, release_item, slot_of,
 )
 from attndsl.backends.hopper.library import (
-    await_written, count_up, fold_partials, halves, lazy_difference, lazy_max, lazy_rescale,
-    max_of_two_rows, mixed_exp2, multiply, pack, partial_row_sums, pin_before_wait, places_of, ramp,
+    await_written, column_blocks, count_up, fold_partials, halves, lazy_difference, lazy_max, lazy_rescale,
+    max_of_two_rows, mixed_exp2, multiply, multiply_blocks, pack, partial_row_sums, pin_before_wait, places_of, ramp,
     ramps, unpack, widened,
 )
 from attndsl.backends.hopper.records import (
     Call, Channel, Columns, Draw, Factors, ForwardMemory, ForwardResults, MaxRule, Parts, QueryItem,
     Rows, RunningSoftmax, RunningTangent, Slot, Tiles, Work,
 )
-from attndsl.backends.hopper.triton_compat import tma_load, tma_store, tma_wait
+from attndsl.backends.hopper.triton_compat import tma_load, tma_store, tma_wait, view_memory
 from attndsl.backends.device.library import head_of, place_of_item, positions, shift_of
 #: imports
 

@@ -8,11 +8,20 @@ Follows ``softmax.py``, ``forward.py`` and ``parts.py`` in one module.
 
 
 @triton.jit
-def attend_keys(softmax, q_tile, q, kv_tile, keys, factors, scope, PARTIAL: tl.constexpr):
-    """Take one tile of keys into the running softmax of packed rows."""
+def attend_keys(
+    softmax, q_tile, q, kv_tile, keys, factors, scope, PARTIAL: tl.constexpr, ISOLATES: tl.constexpr
+):
+    """Take one tile of keys into the running softmax of packed rows; see ``attend``."""
     return attend(
-        softmax, q_tile, 0, q, kv_tile, keys, factors.scale, factors.of_scores, scope, PARTIAL
+        softmax, q_tile, 0, q, kv_tile, keys, factors.scale, factors.of_scores, scope, PARTIAL,
+        ISOLATES,
     )
+
+
+@triton.jit
+def times_values_factor(softmax, keys):
+    """Sums as they are: values have no factor."""
+    return softmax
 
 
 @triton.jit
@@ -34,22 +43,23 @@ def attention_decode(
     Q, K, V, OUT, LSE, PARTS, COUNTS,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_ob, stride_oh, stride_om,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, members,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, members, most_parts,
+    least_tiles,
     #: given
 ):
-    """One program: one part of the keys of ``members`` heads and BLOCK_M queries.
+    """One program: some parts of the keys of ``members`` heads and BLOCK_M queries.
 
-    Programs are numbered by part, by heads and queries, and by batch entry. LSE (2, batch, heads,
-    q_len) is contiguous fp32. A unit is the rows of one tile. PARTS has (units, parts, LINES,
-    BLOCK_DV), then twice (units, parts, LINES), all fp32. COUNTS int32 is 0 before and
-    after: as many for each unit as ``counts_of_unit`` says.
+    Programs are numbered by parts, by heads and queries, and by batch entry. LSE (2, batch, heads,
+    q_len) is contiguous fp32. A unit is the rows of one tile. PARTS has (units, most_parts, LINES,
+    BLOCK_DV), then twice (units, most_parts, LINES), all fp32. COUNTS int32 is 0 before and
+    after: as many for each unit as ``counts_of_unit`` says. A program takes ``least_tiles`` at
+    least, if its unit has as many.
     """
     sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
     origins = Origins(q_origin, kv_origin)
     given = Given(
         #: given
     )
-    number = tl.program_id(0)
     tiles_of_queries = tl.cdiv(q_len, BLOCK_M)
     b = tl.program_id(2)
     tile = tl.program_id(1) % tiles_of_queries
@@ -64,9 +74,8 @@ def attention_decode(
     if MARKED:
         # Formulas of tiles say anything where a position is beyond all limits.
         live = tl.where(wrong, 0, live)
-    most = tl.minimum(most_parts_of(live, members, sizes), tl.num_programs(0))
-    parts, taken = parts_of(live, most)
-    if number >= parts:
+    share = share_of_parts(live, most_parts_of(live, members, sizes), ShareLimits(most_parts, least_tiles))
+    if share.first >= share.parts:
         return
     rows = packed_rows(tl.arange(0, ROWS), tile * BLOCK_M, first_head, members, sizes)
     scope_of_rows = Scope(Head(b, rows.h[:, None], hkv), sizes, given)
@@ -85,18 +94,13 @@ def attention_decode(
         factor = LOG2E
     else:
         factor = scale * LOG2E
-    part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
-    factors = Factors(scale, factor)
-    places = UnitPlaces(tile, scope, scope_of_rows, factors, 0, wrong)
-    softmax = attend_part(
-        empty_softmax(ROWS), q_tile, q, keys, factors, visits, part, places, shift
-    )
+    places = UnitPlaces(tile, scope, scope_of_rows, Factors(scale, factor), 0, wrong)
     out = Tensor(OUT, stride_ob, stride_oh, stride_om)
-    if parts == 1:
+    unit = b * tl.num_programs(1) + tl.program_id(1)
+    room = room_of(PARTS, unit, batch * tl.num_programs(1), most_parts)
+    softmax = attend_share((q_tile, q), keys, visits, share, rows, places, shift, room)
+    if share.alone:
         store_rows(softmax, out, LSE, rows, places)
         return
-    unit = b * tl.num_programs(1) + tl.program_id(1)
-    room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
-    store_part(softmax, room, number, rows.exists)
-    counts = counts_of_unit(COUNTS, unit, tl.num_programs(0))
-    put_together(room, counts, number, parts, out, LSE, places, members)
+    counts = counts_of_unit(COUNTS, unit, most_parts)
+    put_together(room, counts, share, out, LSE, places, members)

@@ -5,20 +5,14 @@
 
 
 @triton.jit
-def live_pairs(s, q, columns, scale, scope):
-    """Mask of the pairs of a tile that take part, from their q . k."""
-    if SCALED_FIRST:
-        s = s * scale
-    live = (columns.numbers < scope.sizes.kv_len)[None, :]
-    kv = positions(columns.numbers, scope.sizes.kv_len, columns.origin, KV_KIND)[None, :]
-    return live & mask_of_pair(s, live, q, kv, scope)
-
-
-@triton.jit
 def attend(
-    softmax, q_tile, first_row, q, kv_tile, keys, scale, factor, scope, PARTIAL: tl.constexpr
+    softmax, q_tile, first_row, q, kv_tile, keys, scale, factor, scope,
+    PARTIAL: tl.constexpr, ISOLATES: tl.constexpr,
 ):
-    """Take one key-value tile into the running softmax of a query tile."""
+    """Take one key-value tile into the running softmax of a query tile.
+
+    ISOLATES: values that are not finite go to live pairs alone.
+    """
     sizes = scope.sizes
     first = kv_tile * BLOCK_N
     columns = Columns(first, first + tl.arange(0, BLOCK_N), keys.origin)
@@ -26,7 +20,7 @@ def attend(
     s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
     p, softmax = weigh(s, softmax, first_row, q, columns, scale, factor, scope, PARTIAL, False)
     v_tile = load_tile(keys.v, first, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
-    if REPAIRS and PARTIAL:
+    if ISOLATES and PARTIAL:
         p, v_tile = for_live_pairs(p, live_pairs(s, q, columns, scale, scope), v_tile)
     acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
     return Softmax(acc, softmax.row_sum, softmax.row_max)
@@ -89,7 +83,8 @@ def attention_forward(
             kv_tile = forward_tile(0, visits, tile, shift, scope, PARTIAL)
             for step in tl.range(0, visits.partial if PARTIAL else visits.full):
                 softmax = attend(
-                    softmax, q_tile, first, q, kv_tile, keys, scale, factor, scope, PARTIAL
+                    softmax, q_tile, first, q, kv_tile, keys, scale, factor, scope, PARTIAL,
+                    REPAIRS,
                 )
                 kv_tile = forward_tile(step + 1, visits, tile, shift, scope, PARTIAL)
 

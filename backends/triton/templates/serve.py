@@ -91,8 +91,14 @@ def scales_of(rows, at):
 
 
 @triton.jit
-def attend_keys(softmax, q_tile, q, kv_tile, keys, factors, scope, PARTIAL: tl.constexpr):
-    """Take one tile of keys into the running softmax of packed rows."""
+def attend_keys(
+    softmax, q_tile, q, kv_tile, keys, factors, scope, PARTIAL: tl.constexpr, ISOLATES: tl.constexpr
+):
+    """Take one tile of keys into the running softmax of packed rows.
+
+    Rows of a request read no values of others, so nothing ISOLATES them.
+    """
+    tl.static_assert(not ISOLATES)
     first = kv_tile * BLOCK_N
     at = pages_of(first, keys)
     lines = lines_of(at, keys.k.stride_p, keys.k.stride_n)
@@ -128,6 +134,14 @@ def attend_keys(softmax, q_tile, q, kv_tile, keys, factors, scope, PARTIAL: tl.c
         v_tile = v_tile.to(q_tile.dtype)
         acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
     return Softmax(acc, softmax.row_sum, softmax.row_max)
+
+
+@triton.jit
+def times_values_factor(softmax, keys):
+    """Sums times the factor that all values have, if they have one."""
+    if V_SCALES != 0 and V_SCALES != 4:
+        return Softmax(softmax.acc * keys.v.scale, softmax.row_sum, softmax.row_max)
+    return softmax
 
 
 @triton.jit
@@ -189,18 +203,17 @@ def attention_serve(
     step_kp, step_kn, step_kh, step_vp, step_vn, step_vh,
     step_ap, step_an, step_ah, step_bp, step_bn, step_bh, step_tb, step_tp, step_l, step_s,
     scale, k_factor, v_factor, batch, heads, kv_heads, q_len, kv_len, tokens, chunk_len, pages,
-    members,
+    members, most_parts, least_tiles,
     #: given
 ):
-    """One program: one part of the keys of ``members`` heads and BLOCK_M queries of a request.
+    """One program: some parts of the keys of ``members`` heads and BLOCK_M queries of a request.
 
-    Programs are numbered by part, by heads and queries, and by request. Those behind the last
+    Programs are numbered by parts, by heads and queries, and by request. Those behind the last
     request clear tokens. ``q_len`` is the most queries of a request, ``kv_len`` the most keys. If
     ``chunk_len`` is more, results of requests with more than ``q_len`` queries, and up to so many,
     are there already. LSE_OF_TOKENS
     (tokens, heads) is contiguous fp32. PARTS and COUNTS are those of ``attention_decode``.
     """
-    number = tl.program_id(0)
     tiles_of_queries = tl.cdiv(q_len, BLOCK_M)
     b = tl.program_id(2)
     wide_b = b.to(tl.int64)
@@ -211,7 +224,7 @@ def attention_serve(
     if b == batch:
         kept = RequestTokens(STARTS, step_s, tokens, tl.maximum(q_len, chunk_len))
         clear_tokens(
-            kept, out, LSE_OF_TOKENS, number * tl.num_programs(1) + tl.program_id(1),
+            kept, out, LSE_OF_TOKENS, tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
             tl.num_programs(0) * tl.num_programs(1), Sizes(batch, heads, kv_heads, q_len, kv_len),
         )
         return
@@ -236,9 +249,8 @@ def attention_serve(
     scope = Scope(Head(b, first_head, hkv), sizes, given)
     visits = forward_visits(tile, shift, scope)
     live = visits.full + visits.partial
-    most = tl.minimum(most_parts_of(live, members, sizes), tl.num_programs(0))
-    parts, taken = parts_of(live, most)
-    if number >= parts:
+    share = share_of_parts(live, most_parts_of(live, members, sizes), ShareLimits(most_parts, least_tiles))
+    if share.first >= share.parts:
         return
     rows = packed_rows(tl.arange(0, ROWS), tile * BLOCK_M, first_head, members, sizes)
     scope_of_rows = Scope(Head(b, rows.h[:, None], hkv), sizes, given)
@@ -271,19 +283,13 @@ def attention_serve(
     of_rows = factor
     if K_IN_FP16:
         q_tile, of_rows = rows_in_fp16(q_tile)
-    part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
     factors = RowFactors(scale, factor, of_rows)
     places = UnitPlaces(tile, scope, scope_of_rows, factors, begin, False)
-    softmax = attend_part(
-        empty_softmax(ROWS), q_tile, q, keys, factors, visits, part, places, shift
-    )
-    if V_SCALES != 0 and V_SCALES != 4:
-        softmax = Softmax(softmax.acc * keys.v.scale, softmax.row_sum, softmax.row_max)
-    if parts == 1:
+    unit = b * tl.num_programs(1) + tl.program_id(1)
+    room = room_of(PARTS, unit, batch * tl.num_programs(1), most_parts)
+    softmax = attend_share((q_tile, q), keys, visits, share, rows, places, shift, room)
+    if share.alone:
         store_rows(softmax, out, LSE_OF_TOKENS, rows, places)
         return
-    unit = b * tl.num_programs(1) + tl.program_id(1)
-    room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
-    store_part(softmax, room, number, rows.exists)
-    counts = counts_of_unit(COUNTS, unit, tl.num_programs(0))
-    put_together(room, counts, number, parts, out, LSE_OF_TOKENS, places, members)
+    counts = counts_of_unit(COUNTS, unit, most_parts)
+    put_together(room, counts, share, out, LSE_OF_TOKENS, places, members)

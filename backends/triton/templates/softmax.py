@@ -12,13 +12,13 @@ import triton.language as tl
 
 from attndsl.backends.device.records import (
     Columns, EveryPart, Factors, Head, Keys, LogSum, Origins, PackedRows, PagedKeys, PageOfKeys, PageRows,
-    PartOfTiles, PartsRoom, Piece, RequestTokens, RowFactors, Scope, Sizes, Softmax, Tensor,
-    UnitPlaces, Visits,
+    PartsRoom, Piece, RequestTokens, RowFactors, RunningParts, Scope, ShareLimits, ShareOfParts, Sizes,
+    Softmax, Tensor, UnitPlaces, Visits,
 )
 from attndsl.backends.device.dropout_tile import keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs
 from attndsl.backends.device.library import (
-    dot, dot_add, for_live_pairs, head_of, is_finite, is_number, load_tile, place_of_item,
-    positions, rows_of, shift_of, store_log_sum, store_tile,
+    dot, dot_add, for_live_pairs, head_of, is_finite, is_number, load_tile, not_finite,
+    place_of_item, positions, rows_of, shift_of, store_log_sum, store_tile,
 )
 
 #: imports
@@ -84,6 +84,16 @@ def weigh(
         stays = kept_of_tile(first_row, columns.first, drop, q, kv, scope, s.shape[0], s.shape[1])
         p = p * keep_factor(stays, drop)
     return p, softmax
+
+
+@triton.jit
+def live_pairs(s, q, columns, scale, scope):
+    """Mask of the pairs of a tile that take part, from their q . k."""
+    if SCALED_FIRST:
+        s = s * scale
+    live = (columns.numbers < scope.sizes.kv_len)[None, :]
+    kv = positions(columns.numbers, scope.sizes.kv_len, columns.origin, KV_KIND)[None, :]
+    return live & mask_of_pair(s, live, q, kv, scope)
 
 
 @triton.jit

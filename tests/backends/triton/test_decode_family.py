@@ -22,14 +22,17 @@ from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.work_counters import Counts
+from attndsl.backends.triton import decode_family, serve_launch
 from attndsl.backends.triton.decode_family import Decode
 from attndsl.backends.triton.decode_kernels import FORWARDS
 from attndsl.backends.triton.decode_tiles import (
     LEAST_PARTS,
     MANY_TILES,
     MOST_PARTS,
+    PARTS_OF_GROUP,
     DecodeShape,
     Sharing,
+    UnitPrograms,
     members_of,
     most_parts,
     shape_of,
@@ -37,6 +40,7 @@ from attndsl.backends.triton.decode_tiles import (
 )
 from attndsl.backends.triton.family import Portable
 from attndsl.call.dispatch import get_backend
+from attndsl.foundation.caches import CACHES, Reason
 
 SOME = (
     "all", "by head", "by key head", "nothing for some", "alibi", "by score", "groups", "gains",
@@ -289,14 +293,17 @@ def test_how_programs_share_keys(text, q_len, page, known):
         facts = replace(facts, pages=pages)
     shape = shape_of(q_len, 4, 2, 256)
     sharing = sharing_of(shape, lowered.program, facts)
-    assert sharing == known
+    assert sharing[:2] == known
+    assert sharing.several == (shape.rows == 16)
     config = Config(1, 64, 4, 3)
     few = [most_parts(keys, 8, config, sharing) for keys in (0, 1, 256, 257)]
     assert few == [1, 1, 4, 5]
     least = sharing.least
     assert most_parts(1 << 20, 64, config, sharing) == least
     assert most_parts(1 << 20, 1, config, sharing) == 128
-    assert [sharing.counts_of(parts) for parts in (1, 2, 2 * least, 2 * least + 1)] == [0, 1, 1, 4]
+    assert [sharing.counts_of(parts) for parts in (1, 2, 2 * least, 2 * least + 1)] == [
+        0, 1, 1, 2 + 2 * least // PARTS_OF_GROUP
+    ]  # fmt: skip
     rows = [sharing.lines_at_once(shape, width) for width in (16, 64, 128)]
     most = 8192 * (1 + (shape.rows > 64)) // least
     assert rows == [min(shape.lines, most // width) for width in (16, 64, 128)]
@@ -590,3 +597,48 @@ def test_a_hundred_calls_have_the_same_bits():
     first = attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
     for _ in range(100):
         assert torch.equal(first, attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths))
+
+
+MANY = 40 * 16
+"""Keys of 40 tiles under the interpreter, in 14 parts."""
+
+
+@pytest.mark.parametrize("name", ["causal", "softcap", "sink", "sigmoid", "ragged"])
+@pytest.mark.parametrize("pages", [False, True])
+def test_bits_do_not_depend_on_how_many_parts_a_program_has(device, name, pages, monkeypatch):
+    """One, groups of eight, all; also where some requests have far fewer keys than others."""
+    texts = {**PROGRAMS, "sink": "mask = causal(); sink = 0.5", "ragged": "causal()"}
+    texts["sigmoid"] = "mask = causal(); weights = sigmoid(score)"
+    text = texts[name]
+    q, k, v, lengths = ragged_call(device, [MANY, 70, 333], MANY, heads=8)
+    table = torch.arange(3 * 40, device=device).view(3, 40).int()
+    cache = attndsl.PagedCache(
+        *(x.unflatten(2, (40, 16)).permute(0, 2, 3, 1, 4).flatten(0, 1).clone() for x in (k, v)),
+        table, lengths,
+    )  # fmt: skip
+    seen = []
+
+    def run(joins, programs):
+        CACHES.invalidate(Reason.RESET)
+        for module in (decode_family, serve_launch):
+            monkeypatch.setattr(module, "joins_parts", lambda *given: joins)
+            monkeypatch.setattr(module, "programs_of", lambda *given: seen.append(1) or programs)
+        attention = attndsl.compile(text, backend="decode")
+        with torch.no_grad():
+            if pages:
+                starts = torch.arange(4, device=device)
+                return attention.serve(q[:, :, 0], cache, starts, most_queries=1)
+            if name == "ragged":
+                return attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
+            return attention(q, k, v, q_offset=MANY - 1)
+
+    wanted = run(False, None)
+    assert not seen
+    for programs in (
+        UnitPrograms(1, 1),
+        UnitPrograms(2, 1),
+        UnitPrograms(14, 1),
+        UnitPrograms(14, 40),
+    ):
+        assert torch.equal(run(True, programs), wanted), programs
+    assert len(seen) >= 4
