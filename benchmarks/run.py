@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 HELPERS = (
+    "against_peers", "against_rows",
     "bundles", "chart", "columns", "commits", "common", "comparison", "decode_chart", "decoding",
     "exponentials", "kept_rows", "lanes", "relative", "rounds", "run", "scaling", "scaling_parts",
     "scaling_peers", "scaling_picture", "scaling_profile", "scaling_programs", "scaling_run",
@@ -47,8 +48,9 @@ HELPERS = (
 )  # fmt: skip
 """Modules, and scripts that do nothing without arguments."""
 ON_GPUS = (
-    "attention", "costs", "decode", "gallery_times", "gradients", "gpt", "huggingface_speed",
-    "layouts", "lists", "odd_shapes", "serving", "short", "short_tune", "training",
+    "against", "attention", "costs", "decode", "gallery_times", "gradients", "gpt",
+    "huggingface_speed", "layouts", "lists", "odd_shapes", "serving", "short", "short_tune",
+    "training",
 )  # fmt: skip
 EVERYWHERE = tuple(
     path.stem

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
+import against as every_peer
 import decoding
 from decoding import count, span, versus
+
+import common
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -299,6 +302,7 @@ BESIDE_FA4 = Section("attention", "Plain attention: FlashAttention-4 and cuDNN")
 DETERMINISTIC = Section("attention", "Deterministic gradients")
 OTHER_SHAPES = Section("attention", "Other shapes")
 WIDE_HEADS = Section("attention", "Head dim 256")
+AGAINST = Section("attention", "Every peer, at fixed and drawn shapes")
 PORTABLE = Section("attention", "Portable kernels")
 GRADIENTS = Section("shapes", "Gradients of captured tensors")
 ODD_SHAPES = Section("shapes", "Odd shapes")
@@ -325,6 +329,13 @@ _OTHERS = {
 _FA4, _CUDNN, _FLEX = ("fa4", "FlashAttention-4"), ("cudnn", "cuDNN"), ("flex", "FlexAttention")
 _IN_ATTENTION, _IN_SPARSE = ("attention", BESIDE_FA4), ("sparse_attention", BESIDE_FLEX)
 _IN_OTHER, _IN_WIDE = ("other_shapes", OTHER_SHAPES), ("wide_heads", WIDE_HEADS)
+
+
+def _once_measured(question: Question) -> tuple[Question, ...]:
+    """A question whose result file may be missing."""
+    return (question,) * (common.RESULTS / f"{question.file}.json").exists()
+
+
 QUESTIONS = (
     against("Full and causal", _IN_ATTENTION, _FA4, "forward", _PLAIN),
     against("Full and causal", _IN_ATTENTION, _CUDNN, "forward", _PLAIN),
@@ -375,6 +386,12 @@ QUESTIONS = (
         _in_graphs_speeds,
     ),
     Question("CPU backend", "cpu", ON_CPUS, _on_cpus, lambda rows: [x["speedup"] for x in rows]),
+    *_once_measured(
+        Question(
+            "Fixed and drawn shapes, device time", every_peer.NAME, AGAINST, every_peer.answer,
+            every_peer.speeds,
+        )
+    ),
 )  # fmt: skip
 """In the order of the table."""
 

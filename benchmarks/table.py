@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import against
 import decoding
 import relative
 import summary
@@ -208,6 +209,11 @@ def headed(section: summary.Section, *parts: str) -> tuple[summary.Section, str]
     return section, "\n\n".join([f"## {section.heading}", *inside])
 
 
+def _once_measured(section: summary.Section, text: str) -> list[tuple[summary.Section, str]]:
+    """A section whose result file may be missing."""
+    return [headed(section, text)] if text else []
+
+
 def load(name: str) -> dict[str, Any] | None:
     """Committed results of benchmarks/attention.py, if any."""
     path = RESULTS / f"{name}.json"
@@ -235,6 +241,7 @@ def sections() -> list[tuple[summary.Section, str]]:
         headed(summary.DETERMINISTIC, tables("deterministic")),
         headed(summary.OTHER_SHAPES, tables("other_shapes")),
         headed(summary.WIDE_HEADS, tables("wide_heads")),
+        *_once_measured(summary.AGAINST, against.section(load(against.NAME))),
         headed(summary.PORTABLE, _PORTABLE, tables("portable"), tables("portable_sparse")),
         headed(
             summary.GRADIENTS,

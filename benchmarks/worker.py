@@ -42,7 +42,7 @@ def serve(cells: Sequence[Cell], measure: Callable[[Cell], Found]) -> None:
         except Exception as error:  # A cell that fails must not end the others.
             found = {"why": f"{type(error).__name__}: {str(error)[:300]}"}
         _say(cell=cell, found=found)
-        if "why" in found:
+        if "why" in found and torch.cuda.is_available():
             try:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()

@@ -542,13 +542,18 @@ def test_results_that_cannot_be_drawn_are_named(tmp_path, change, message):
     (folder / "results").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
     for name in (
+        "against.py",
+        "against_rows.py",
         "chart.py",
+        "columns.py",
         "common.py",
         "comparison.py",
         "decoding.py",
         "relative.py",
         "summary.py",
         "table.py",
+        "turns.py",
+        "worker.py",
         *(f"results/{n}.json" for n in FILES),
     ):
         shutil.copy(FOLDER / name, folder / name)
