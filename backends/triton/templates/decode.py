@@ -74,7 +74,8 @@ def attention_decode(
     if MARKED:
         # Formulas of tiles say anything where a position is beyond all limits.
         live = tl.where(wrong, 0, live)
-    share = share_of_parts(live, most_parts_of(live, members, sizes), ShareLimits(most_parts, least_tiles))
+    limits = ShareLimits(most_parts, least_tiles)
+    share = share_of_parts(live, most_parts_of(live, members, sizes), limits)
     if share.first >= share.parts:
         return
     rows = packed_rows(tl.arange(0, ROWS), tile * BLOCK_M, first_head, members, sizes)

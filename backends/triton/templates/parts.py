@@ -191,29 +191,41 @@ def attend_parts(
 
 
 @triton.jit
-def attend_share(queries, keys, visits, share, rows, places, shift, room):
-    """Take the program's parts; returns the softmax of them all, if they are all of the unit.
+def attend_all_parts(
+    queries, keys, visits, share, rows, places, shift, room, ISOLATES: tl.constexpr
+):
+    """Take the program's parts.
 
-    One part has a loop without the code that ends parts: there the time of a tile counts.
-    If what came out is not finite, they are taken again, so that NaN goes to live pairs alone. See
-    ``backends/triton/nan_repair.py``.
+    One part has a loop without the code that ends parts: there the time of a tile counts. It also
+    has a place of its own in the room, where several leave theirs by groups.
     """
     if not SEVERAL_PARTS:
         running = attend_parts(
-            queries, keys, visits, share, rows, places, shift, room, False, False
+            queries, keys, visits, share, rows, places, shift, room, False, ISOLATES
         )
     elif share.each == 1:
         running = attend_parts(
-            queries, keys, visits, share, rows, places, shift, room, False, False
+            queries, keys, visits, share, rows, places, shift, room, False, ISOLATES
         )
     else:
         running = attend_parts(
-            queries, keys, visits, share, rows, places, shift, room, True, False
+            queries, keys, visits, share, rows, places, shift, room, True, ISOLATES
         )
+    return running
+
+
+@triton.jit
+def attend_share(queries, keys, visits, share, rows, places, shift, room):
+    """Take the program's parts; returns the softmax of them all, if they are all of the unit.
+
+    If what came out is not finite, they are taken again, so that NaN goes to live pairs alone. See
+    ``backends/triton/nan_repair.py``.
+    """
+    running = attend_all_parts(queries, keys, visits, share, rows, places, shift, room, False)
     if CHECKS:
         if running.lost > 0:
-            running = attend_parts(
-                queries, keys, visits, share, rows, places, shift, room, SEVERAL_PARTS, True
+            running = attend_all_parts(
+                queries, keys, visits, share, rows, places, shift, room, True
             )
     return running.merged
 
@@ -249,9 +261,9 @@ def store_lines(softmax, room, lines, exists):
 def merged(room, numbers, parts, factor, exists):
     """The running softmax of some of a tile's rows over ``parts``, in the order of their numbers.
 
-    Parts of a group come together first, whoever merges them. Other processors have written them: loads go past the cache of this one. All loads of
-    PARTS_AT_ONCE parts wait for memory together, so nothing here may be a sum over parts
-    or rows: that would go through shared memory in between.
+    Parts of a group come together first, whoever merges them. Other processors have written them:
+    loads go past the cache of this one. All loads of PARTS_AT_ONCE parts wait for memory together,
+    so nothing here may be a sum over parts or rows: that would go through shared memory in between.
     """
     columns = tl.arange(0, BLOCK_DV)
     softmax = empty_softmax(LINES_AT_ONCE)

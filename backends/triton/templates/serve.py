@@ -249,7 +249,8 @@ def attention_serve(
     scope = Scope(Head(b, first_head, hkv), sizes, given)
     visits = forward_visits(tile, shift, scope)
     live = visits.full + visits.partial
-    share = share_of_parts(live, most_parts_of(live, members, sizes), ShareLimits(most_parts, least_tiles))
+    limits = ShareLimits(most_parts, least_tiles)
+    share = share_of_parts(live, most_parts_of(live, members, sizes), limits)
     if share.first >= share.parts:
         return
     rows = packed_rows(tl.arange(0, ROWS), tile * BLOCK_M, first_head, members, sizes)

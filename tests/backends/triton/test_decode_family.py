@@ -642,3 +642,28 @@ def test_bits_do_not_depend_on_how_many_parts_a_program_has(device, name, pages,
     ):
         assert torch.equal(run(True, programs), wanted), programs
     assert len(seen) >= 4
+
+
+@pytest.mark.parametrize("dim", [16, 256])
+def test_values_behind_lengths_that_are_not_finite_reach_nothing(device, dim, monkeypatch):
+    """However many parts a program has, also where a request has one part alone."""
+    q, k, v, lengths = ragged_call(device, [MANY - 3, 7, 333], MANY, heads=8, dim=dim)
+    spoilt = v.clone()
+    for b, length in enumerate(lengths.tolist()):
+        spoilt[b, :, length:] = float("nan")
+    spoilt[0, 1, 200] = float("inf")
+
+    def run(values, shares):
+        CACHES.invalidate(Reason.RESET)
+        monkeypatch.setattr(decode_family, "joins_parts", lambda *given: shares is not None)
+        monkeypatch.setattr(decode_family, "programs_of", lambda *given: UnitPrograms(*shares))
+        attention = attndsl.compile("causal()", backend="decode")
+        with torch.no_grad():
+            return attention(q, k, values, q_offset=lengths - 1, kv_lengths=lengths)
+
+    wanted = run(v, None)
+    for shares in (None, (1, 1), (2, 1), (14, 1), (14, 40)):
+        found = run(spoilt, shares)
+        assert not found[0, 4:].isfinite().any(), shares
+        assert torch.equal(found[0, :4], wanted[0, :4]), shares
+        assert torch.equal(found[1:], wanted[1:]), shares
