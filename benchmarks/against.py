@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 NAME = "against"
 MARGIN, BOUND = 1.02, 0.02
-"""How much faster a peer is that wins; the largest distance of results that are the same."""
+"""The margin by which a peer wins; the largest distance of results that are the same."""
 COMPILED = ("flex_flash", "flex", "fa4", "fa4_varlen", "flashinfer", OURS)
 """Columns whose kernels are compiled here; those that take longest first."""
 TITLES = {
@@ -61,7 +61,7 @@ _PACKAGES = ("flash-attn-4", "flashinfer-python")
 _SECONDS = 240.0
 """Longest a row may take."""
 _SAME = ("benchmark", "machine", "seed", "modes", "peers", "quick")
-"""What a file has in common with the run that goes on with it, beside its commit."""
+"""Entries that a file shares with the run that goes on with it, beside its commit."""
 
 
 class Figure(NamedTuple):
@@ -81,7 +81,7 @@ class Figure(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the peer is ahead by more than the margin."""
+        """True if the peer is ahead by more than the margin."""
         return self.ours > MARGIN * self.theirs
 
 
@@ -132,7 +132,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def lost(found: Iterable[Figure]) -> list[Figure]:
-    """Those that a peer wins, the worst first."""
+    """Comparisons that a peer wins, the worst first."""
     return sorted((one for one in found if one.is_lost), key=lambda one: one.speed)
 
 
@@ -246,9 +246,10 @@ def section(results: Mapping[str, Any] | None) -> str:
     best = fastest(found)
     losses = lost(best)
     head = (
-        f"`{NAME}.json`: every peer at {len(names)} shapes, of which seed {results['seed']} draws "
-        f"{sum(name.startswith('drawn ') for name in names)}; one {conditions(results)} Speeds are "
-        "relative to the peer's, so below 1 attndsl is slower. A row is lost if a peer is more "
+        f"`{NAME}.json`: {len(names)} shapes, "
+        f"{sum(name.startswith('drawn ') for name in names)} drawn by seed {results['seed']}; one "
+        f"{conditions(results)} A speed below 1 means that attndsl is slower. A row is lost if a "
+        "peer is more "
         f"than {100 * (MARGIN - 1):.0f}% faster."
     )
     table = [["mode", "direction", "peer", "geometric mean", "rows", "lost"]]
@@ -290,7 +291,7 @@ def answer(records: Sequence[Record]) -> str:
 
 
 def _head(options: argparse.Namespace, modes: Sequence[str]) -> dict[str, Any]:
-    """What a result file says beside its rows."""
+    """Entries of a result file beside its rows."""
     versions = common.versions()
     for package in _PACKAGES:
         try:

@@ -84,12 +84,12 @@ class Side:
     traced: Callable[..., Any] | None = None
     """For torch.compile where it is another function."""
     is_compiled: bool = False
-    """Whether ``function`` is one of torch.compile already."""
+    """Return True if ``function`` is one of torch.compile already."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is timed of one column in one mode."""
+    """The timed calls of one column in one mode."""
 
     run: Run
     calls: int
@@ -368,7 +368,7 @@ def _by_turns(calls: Sequence[Call]) -> Call:
 
 
 def prepared(side: Side, direction: str, mode: str, stream: Any) -> Prepared:
-    """What is timed, and the results of the last cache in that mode.
+    """The timed calls, and the results of the last cache in that mode.
 
     Raises:
         Exception: Whatever the column says of it.

@@ -331,8 +331,8 @@ def test_the_page_has_a_section_once_there_is_a_file(script, monkeypatch):
     files["against"] = _results(records)
     text = dict(table.sections())[section]
     assert text.startswith(
-        "## Every peer, at fixed and drawn shapes\n\n`against.json`: every peer at 2 shapes, of "
-        "which seed 4 draws 1; one GPU; torch 2, Triton 3, cuDNN 9.19; commit 0123456. "
+        "## Every peer, at fixed and drawn shapes\n\n`against.json`: 2 shapes, 1 drawn by seed "
+        "4; one GPU; torch 2, Triton 3, cuDNN 9.19; commit 0123456. "
     )
     assert "| device | forward | FA-4 | 1.26x | 2 | 1 |" in text
     assert "The fastest peer wins 1 of 2 comparisons:" in text

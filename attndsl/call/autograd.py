@@ -40,7 +40,7 @@ class RecordedCall(NamedTuple):
     lowered: Lowered
     form: Form
     strides: list[tuple[int, ...]]
-    """Of what a backward gets: the call's tensors, output and log-sum-exp."""
+    """Strides of the call's tensors, output and log-sum-exp, which a backward gets."""
 
 
 def attend(

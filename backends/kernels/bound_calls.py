@@ -17,6 +17,7 @@ from attndsl.foundation.caches import memoised
 
 from ..base import bound_call
 from .arguments import capture_arguments
+from .device import stream_if_current
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,6 +132,30 @@ def _tensors(tensors: Sequence[torch.Tensor]) -> list[object]:
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[object]:
     return [x.data_ptr() for x in tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class OneKernelForward:
+    """See :meth:`attndsl.backends.base.Backend.bound_forward`; it launches one kernel."""
+
+    launch: KernelLaunch
+    out: NewTensor
+    lse: NewTensor
+
+    def __call__(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the forward."""
+        q, k, v, *captures = operands
+        launch = self.launch
+        if (stream := stream_if_current(launch.index)) is None:
+            with torch.cuda.device(q.device):
+                return self(operands)
+        out, lse = launch.new(*self.out), launch.new(*self.lse)
+        launch.run(stream, (q, k, v, out, lse, *self.workspace(stream, lse)), captures)
+        return out, lse
+
+    def workspace(self, stream: int, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Further tensors that the kernel takes; ``lse`` in the places of those it does not use."""
+        return ()
 
 
 def bound_forward(family: Family, layout: LaunchSpec, lowered: Lowered, call: Call) -> BoundForward:

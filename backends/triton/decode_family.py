@@ -15,8 +15,8 @@ import torch
 
 from ..emit.facts import block_widths
 from ..kernels.arguments import capture_arguments, origin
-from ..kernels.bound_calls import KernelLaunch, last_arguments, rows_of
-from ..kernels.device import on_device, stream_if_current, stream_of
+from ..kernels.bound_calls import KernelLaunch, OneKernelForward, last_arguments, rows_of
+from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.tile_lists import lists_of
 from ..kernels.work_counters import Counts
@@ -191,29 +191,19 @@ def numbers_of(
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeForwardLaunch:
-    """See :meth:`attndsl.backends.base.Backend.bound_forward`."""
+class DecodeForwardLaunch(OneKernelForward):
+    """A bound forward whose programs leave parts in memory and count them."""
 
-    launch: KernelLaunch
-    out: NewTensor
-    lse: NewTensor
     room: NewTensor
     counts: Counts
     counted: int
 
-    def __call__(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the forward."""
-        q, k, v, *captures = operands
-        launch = self.launch
-        if (stream := stream_if_current(launch.index)) is None:
-            with torch.cuda.device(q.device):
-                return self(operands)
-        out, lse = launch.new(*self.out), launch.new(*self.lse)
-        room, counts = out, lse
-        if self.counted:
-            room, counts = launch.new(*self.room), self.counts.of(q.device, stream, self.counted)
-        launch.run(stream, (q, k, v, out, lse, room, counts), captures)
-        return out, lse
+    def workspace(self, stream: int, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Room for the parts, and their counters."""
+        if not self.counted:
+            return lse, lse
+        counts = self.counts.of(lse.device, stream, self.counted)
+        return self.launch.new(*self.room), counts
 
 
 def tile_of(

@@ -12,7 +12,7 @@ import torch
 
 from ..base import CallGradients
 from ..kernels.arguments import call_numbers
-from ..kernels.bound_calls import KernelLaunch, rows_of
+from ..kernels.bound_calls import KernelLaunch, OneKernelForward, rows_of
 from ..kernels.call_signature import PADDING
 from ..kernels.device import stream_if_current
 
@@ -47,32 +47,12 @@ def forward_grid(layout: LaunchSpec) -> tuple[int, int, int]:
     return batch, heads, -(-q_len // layout.part_rows)
 
 
-@dataclass(frozen=True, slots=True)
-class ShortForwardLaunch:
-    """See :meth:`attndsl.backends.base.Backend.bound_forward`."""
-
-    launch: KernelLaunch
-    out: NewTensor
-    lse: NewTensor
-
-    def __call__(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the forward."""
-        q, k, v, *captures = operands
-        launch = self.launch
-        if (stream := stream_if_current(launch.index)) is None:
-            with torch.cuda.device(q.device):
-                return self(operands)
-        out, lse = launch.new(*self.out), launch.new(*self.lse)
-        launch.run(stream, (q, k, v, out, lse), captures)
-        return out, lse
-
-
 def forward_of(
     layout: LaunchSpec, kernel: Executable, call: Call, last: LastArguments, dtype: torch.dtype
-) -> ShortForwardLaunch:
+) -> OneKernelForward:
     """Bind forwards like ``call``; ``dtype`` is the output's."""
     order = layout.orders.out
-    return ShortForwardLaunch(
+    return OneKernelForward(
         KernelLaunch(kernel, forward_grid(layout), last, call.q.device),
         (order.shape, order.strides, dtype), (*rows_of(layout), torch.float32),
     )  # fmt: skip

@@ -196,8 +196,8 @@ def attend_all_parts(
 ):
     """Take the program's parts.
 
-    One part has a loop without the code that ends parts: there the time of a tile counts. It also
-    has a place of its own in the room, where several leave theirs by groups.
+    One part has a loop without the code that ends parts: there the time of a tile counts. Its
+    place in the room is that of the part, and that of several parts is their group's.
     """
     if not SEVERAL_PARTS:
         running = attend_parts(
