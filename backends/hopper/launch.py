@@ -16,8 +16,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attndsl.errors import LaunchWarning
 from attndsl.foundation.caches import BoundedCache, Reason
 
+from ..kernels.triton_launcher import direct_launch, tensor_map_encoders, why_wrapped
 from .tile_shapes import ADDRESS_BYTES
-from .triton_compat import direct_launch, tensor_map_encoders, why_wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.foundation.caches import memoised
-
 from ..base import bound_call
 from .arguments import capture_arguments
 from .device import stream_if_current
+from .triton_launcher import direct_launch, why_wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +37,6 @@ NewTensor = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Arguments of an :data:`Allocator`."""
 
 
-@memoised("allocators of devices", None)
 def allocator(kind: str) -> Allocator:
     """The allocator of a kind of device, such as ``cuda``.
 
@@ -106,32 +104,43 @@ def last_arguments(
 class KernelLaunch:
     """A kernel's launch, the rest of whose arguments is bound."""
 
-    __slots__ = ("_arguments", "_grid", "_kernel", "_last", "index", "new")
+    __slots__ = ("_kernel", "_last", "_run", "index", "new")
 
     def __init__(
         self, kernel: Executable, grid: tuple[int, int, int], last: LastArguments,
         device: torch.device,
     ) -> None:  # fmt: skip
         """Bind ``kernel`` to run ``grid`` on ``device``, with the ``last`` arguments."""
-        self._kernel, self._grid, self._last = kernel, grid, last
+        self._kernel, self._last = kernel, last  # The code is unloaded with its kernel.
         self.index, self.new = device.index, allocator(device.type)
-        # The launcher asks the driver about each tensor, and takes an address as it is.
-        self._arguments = _tensors if kernel.interpreted else _addresses
+        if kernel.interpreted or why_wrapped(kernel.kernel) is not None:
+            self._run = partial(_launch, kernel, grid)
+        else:
+            self._run = partial(
+                _launch_direct, direct_launch(kernel.kernel, kernel.constants, grid[1:]), grid[0]
+            )
 
     def run(
         self, stream: int, tensors: Sequence[torch.Tensor], captures: Sequence[torch.Tensor]
     ) -> None:
         """Launch the kernel with ``tensors`` first."""
-        arguments = self._arguments(tensors)
-        self._kernel.launch_grid(self._grid, stream, arguments + self._last.now(captures))
+        self._run(stream, tensors, self._last.now(captures))
 
 
-def _tensors(tensors: Sequence[torch.Tensor]) -> list[object]:
-    return [*tensors]
+def _launch(
+    kernel: Executable, grid: tuple[int, int, int], stream: int, tensors: Sequence[torch.Tensor],
+    last: Sequence[object],
+) -> None:  # fmt: skip
+    """Launch through Triton's Python; the interpreter has no other way."""
+    kernel.launch_grid(grid, stream, [*tensors, *last])
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[object]:
-    return [x.data_ptr() for x in tensors]
+def _launch_direct(
+    run: Callable[[int, int, Sequence[object]], None], programs: int, stream: int,
+    tensors: Sequence[torch.Tensor], last: Sequence[object],
+) -> None:  # fmt: skip
+    # The launcher asks the driver about each tensor, and takes an address as it is.
+    run(programs, stream, [*[x.data_ptr() for x in tensors], *last])
 
 
 @dataclass(frozen=True, slots=True)

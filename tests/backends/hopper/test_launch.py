@@ -22,7 +22,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 import attndsl.backends.hopper.hopper_layout as layout_module
 import attndsl.backends.hopper.launch as launch_module
-import attndsl.backends.hopper.triton_compat as shim
+import attndsl.backends.kernels.triton_launcher as shim
 from attndsl.backends.base import Backward, Call, Tangents, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.hopper.descriptor_types import blocks_of
