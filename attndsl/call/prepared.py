@@ -22,7 +22,7 @@ from attndsl.inspection.tile_search import given_tiles
 from attndsl.runtime.program_store import point_into, pointing_into
 
 from .argument_checks import autocast, scale_of
-from .autograd import attend, modes_on, needs_grad
+from .autograd import attend, is_recorded, modes_on, needs_grad
 from .backward_call import (
     check_has_seed,
     check_results,
@@ -36,8 +36,7 @@ from .chunked_autograd import is_transformed
 from .dispatch_modes import seen_by_modes
 from .dropout_checks import check_probability
 from .dropout_seed import seed_of_call
-from .guarded_launch import guarded_launch
-from .options import IN_KEY, InKey
+from .guarded_launch import differences_of, guarded_launch, is_bindable
 from .profiling import BACKWARD, event_named
 from .resolve import bound, dispatched
 from .signature import ANY_LENGTH, PLAIN_TENSORS, signature_of_call
@@ -88,6 +87,7 @@ class PreparedCall:
         "bare",
         "binds",
         "declared",
+        "how",
         "kv_len",
         "launches",
         "lowered",
@@ -105,7 +105,7 @@ class PreparedCall:
 
     def __init__(
         self, program: Compiled, found: Dispatched, call: Call, as_given: bool, needs: ValueChecks,
-        fixed: bool,
+        options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Prepare calls like one that was bound.
 
@@ -115,7 +115,7 @@ class PreparedCall:
             call: The bound call.
             as_given: Whether q, k and v go to the backend as they are.
             needs: Treatment that values of each call need.
-            fixed: Whether the signature has the values of all options.
+            options: The options of such a call.
         """
         # Not the program itself: it keeps prepared calls, and would be part of a cycle.
         self.declared = declared = program.lowered.program
@@ -146,19 +146,24 @@ class PreparedCall:
         self.bare = None
         if not (self.tensors or self.params or declared.dropout) and self.terms is None:
             self.bare = tuple(self.template[3:])
+        self.how = differences_of(declared, self.terms, options, program._warns)
         self.binds = (
             self.backend.binds
             and as_given
-            and self.terms is None
             and declared.dropout is None
-            and fixed
+            and not (call.part is not None and call.part.counted)
+            and is_bindable(options, self.terms, self.marks)
         )
         self.launches: tuple[GuardedLaunch, ...] = ()
         """Launches of calls that differ in elements and addresses alone; none before the second
         call."""
 
-    def call(self, given: Arguments) -> Call:
+    def call(self, given: Arguments, is_forward: bool = True) -> Call:
         """The checked call of these arguments, before a part is put into its program's terms.
+
+        Args:
+            given: The arguments.
+            is_forward: True if the call's forward runs, False for its backward.
 
         Raises:
             ArgumentError: A value that cannot be.
@@ -174,8 +179,15 @@ class PreparedCall:
             sizes = {**call.sizes, "kv_len": k.shape[2]}
             call = call._replace(sizes=sizes, signature=Signature(self.name))
         if self.needs or call.q_offset or call.kv_offset:
-            call = check_values(self.declared, call, self.needs, self.marks and _is_forward())
+            marks = is_forward and self._marks_now(call)
+            call = check_values(self.declared, call, self.needs, marks)
         return call
+
+    def _marks_now(self, call: Call) -> bool:
+        """Return True if results of ``call`` tell of wrong numbers, as only a forward's do."""
+        return self.marks and not (
+            is_transformed() or is_recorded(self.backend, self.lowered, call)
+        )
 
     def _with_options(
         self,
@@ -229,7 +241,7 @@ class PreparedCall:
             has_lse = bool(options.get("return_lse"))
             if has_lse:
                 check_has_lse(self.declared)
-            if self.binds and not first and len(self.launches) < _MOST_LAUNCHES:
+            if self.binds and not first and (self.terms is None or self._marks_now(whole)):
                 self._bind(call, given)
             if (tiles := options.get("tiles")) is not None:
                 call = call._replace(tiles=given_tiles(self.lowered, call, tiles))
@@ -242,7 +254,11 @@ class PreparedCall:
 
     def _bind(self, call: Call, given: Arguments) -> None:
         """Bind calls like this one, if nothing else is to be done for them."""
-        launch = guarded_launch(self.backend, self.lowered, call, given.options, given.captures)
+        if len(self.launches) >= _MOST_LAUNCHES:
+            return
+        launch = guarded_launch(
+            self.backend, self.lowered, call, given.options, given.captures, self.how
+        )
         if launch is not None:
             self.launches = *self.launches, launch
 
@@ -269,7 +285,7 @@ class PreparedCall:
         """Gradients of a call from results; see :meth:`attndsl.Attention.backward`."""
         check_has_seed(self.declared, given.options.get("seed"))
         with pointing_into(self.source):
-            whole = self.call(given)
+            whole = self.call(given, is_forward=False)
             check_results(self.declared, whole, results)
             check_room("room", room, whole.q.shape, whole.q.dtype, whole.q.device)
             wants = wants_for(whole, asked)
@@ -359,8 +375,7 @@ def prepare(asked: Compiled, given: Arguments) -> tuple[PreparedCall, bool]:
     as_given = all(x is y for x, y in zip((call.q, call.k, call.v), operands, strict=True))
     numbers = (given.options.get(name) for name in ("q_offset", "kv_offset", "seed"))
     needs = needs_of_values(program.lowered.program, call, captures, tuple(numbers))
-    fixed = all(IN_KEY.get(name) is not InKey.KIND for name in given.options)
-    return PreparedCall(program, found, call, as_given, needs, fixed), bool(doubts)
+    return PreparedCall(program, found, call, as_given, needs, given.options), bool(doubts)
 
 
 def check_has_lse(program: Any) -> None:
@@ -380,8 +395,3 @@ def _marks_entries(found: Dispatched) -> bool:
     """Return True if results tell of wrong numbers; False on CPUs, where checks need no wait."""
     backend, lowered, call, terms = found
     return terms is not None and call.q.is_cuda and backend.marks_entries(lowered, call)
-
-
-def _is_forward() -> bool:
-    """Return True if a forward is all there will be: gradients and transforms mark no entries."""
-    return not torch.is_grad_enabled() and not is_transformed()

@@ -164,7 +164,7 @@ def check_values(
     call = check_params(program, call, needs)
     # Most calls have no positions of their own, and a part of a microsecond counts.
     if (call.q_index is not None or type(call.q_offset) is not int or call.q_offset) and not (
-        marks and call.q_index is None and _is_of_entries(call.q_offset)
+        marks and call.q_index is None and is_of_entries(call.q_offset)
     ):
         _check_positions("q", call.q.shape[2], call.q_offset, call.q_index)
     if call.kv_index is not None or type(call.kv_offset) is not int or call.kv_offset:
@@ -174,7 +174,7 @@ def check_values(
     return call
 
 
-def _is_of_entries(numbers: object) -> bool:
+def is_of_entries(numbers: object) -> bool:
     """Return True if ``numbers`` is a tensor of one 32-bit int for each batch entry."""
     return isinstance(numbers, torch.Tensor) and numbers.dtype is torch.int32 and numbers.dim() == 1
 
@@ -205,7 +205,7 @@ def _check_part(call: Call, part: Part, marks: bool) -> None:
             check_range(f"{name}_offset", offset, 0, whole - rows, told, name, whole, rows)
         elif isinstance(offset, int) and isinstance(whole, int) and isinstance(rows, int):
             check_rows_within(name, offset, rows, whole)
-    if part.kv_lengths is not None and not (marks and _is_of_entries(part.kv_lengths)):
+    if part.kv_lengths is not None and not (marks and is_of_entries(part.kv_lengths)):
         room = call.k.shape[2]
         check_range("kv_lengths", part.kv_lengths, 0, room, "k has room for {} keys", room)
 

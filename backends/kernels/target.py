@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -15,8 +16,6 @@ from .compile import is_interpreted
 from .config import shared_memory_of
 
 if TYPE_CHECKING:
-    import torch
-
     from ..emit.facts import KernelFacts
 
 INTERPRETER = "interpreter"
@@ -58,6 +57,10 @@ def current_machine(device: torch.device) -> Target:
     target = current_target()
     if target is None:
         return Target(None, shared_memory_of(""))
+    if device.type == "cuda" and torch.version.hip is None:
+        # Torch keeps what Triton asks the driver for each time, which takes a millisecond.
+        own: Any = torch.cuda.get_device_properties(device)
+        return Target(target, int(own.shared_memory_per_block_optin))
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     return Target(target, int(properties["max_shared_mem"]))
 

@@ -98,9 +98,87 @@ def test_options_and_keywords_have_launches_of_their_own(forwards):
             own = {n: x for n, x in given.items() if n != "out"}
             found, wanted = attention(*operands, **given), reference(*operands, **own)
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    assert forwards.made == 6
+    assert forwards.made == 8
     # Those that lie at their values in no signature are bound at their first call.
-    assert forwards.runs == 3 * 3 + 3 * 2
+    assert forwards.runs == 3 * 3 + 5 * 2
+
+
+def step(attention, keys, **given):
+    """A call of one row, and its result of the reference; the keys lie in room for more."""
+    q, k, v = torch.randn(2, 4, 1, 16), *torch.randn(2, 2, 2, 64, 16)
+    check(attention, (q, k[:, :, :keys], v[:, :, :keys]), **given)
+
+
+def test_layers_of_a_step_run_bound_and_steps_bind_once(forwards):
+    attention = attndsl.compile("causal()", backend="triton")
+    numbers = []
+    for keys in (20, 21, 22, 22, 23, 9):
+        for _ in range(4):
+            step(attention, keys, q_offset=keys - 1)
+        numbers.append((forwards.made, forwards.runs))
+    # The first call of all is prepared, and the second one is bound.
+    assert numbers == [(1, 2), (2, 6), (3, 10), (3, 14), (4, 18), (5, 22)]
+    # Room for as many keys in every step: the offset alone differs.
+    q, k, v = drawn(rows=1)
+    for offset in (5, 5, 5, 6, 6, 7):
+        check(attention, (q, k, v), q_offset=offset)
+    assert forwards.made == 5 + 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"q_offset": 1 << 30}, {"q_offset": -(1 << 30)}, {"q_offset": 2.5}, {"q_offset": "3"},
+        {"q_offset": True}, {"q_offset": 3, "kv_offset": 1 << 30},
+    ],
+)  # fmt: skip
+def test_steps_are_looked_at_as_first_calls_are(forwards, wrong):
+    attention = attndsl.compile("causal()", backend="triton")
+    for _ in range(4):
+        step(attention, 20, **dict.fromkeys(wrong, 3))
+    assert forwards.runs
+    with pytest.raises(attndsl.errors.ArgumentError, match="offset"):
+        step(attention, 20, **wrong)
+    q, k, v = torch.randn(2, 4, 1, 16), *torch.randn(2, 2, 2, 64, 16)
+    for other in ((k[:, :, :21], v[:, :, :20]), (k[:, :1], v), (k[..., :8], v)):
+        with pytest.raises(attndsl.errors.ShapeError):
+            attention(q, *other, **dict.fromkeys(wrong, 3))
+    step(attention, 20, **dict.fromkeys(wrong, 3))
+
+
+def test_other_kinds_of_offsets_and_scales_are_right(forwards):
+    attention = attndsl.compile("causal()", backend="triton")
+    whole = torch.tensor(4)
+    for _ in range(3):
+        for given in (
+            {"q_offset": 4}, {"q_offset": whole}, {"q_offset": 0},
+            {"q_offset": 4, "scale": 0.5}, {"q_offset": 4, "scale": None}, {"scale": -1.0},
+            {"scale": 1}, {"scale": 1.0}, {"q_offset": 4, "kv_offset": 2},
+        ):  # fmt: skip
+            for keys in (30, 31):
+                check(attention, drawn(keys=keys), **given)
+    assert forwards.runs
+
+
+def test_tensors_along_keys_have_the_length_of_the_keys(forwards):
+    attention = attndsl.compile("tensor own[kv_len]: float; score + own[kv]", backend="triton")
+    for _ in range(3):
+        step(attention, 20, own=torch.randn(20), q_offset=19)
+    with pytest.raises(attndsl.errors.ShapeError, match="own"):
+        step(attention, 21, own=torch.randn(20), q_offset=20)
+    step(attention, 21, own=torch.randn(21), q_offset=20)
+
+
+def test_gradients_see_the_offset_of_their_call():
+    attention = attndsl.compile("causal()", backend="triton")
+    reference = attndsl.compile("causal()", backend="reference")
+    for offset in (3, 3, 3, 4, 5):
+        q, k, v = (x.requires_grad_() for x in drawn())
+        found, wanted = (
+            torch.autograd.grad(own(q, k, v, q_offset=offset).sum(), (q, k, v))
+            for own in (attention, reference)
+        )
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_what_a_program_refuses_stays_refused(forwards):

@@ -23,7 +23,7 @@ from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.work_counters import Counts
 from attndsl.backends.triton import decode_family, serve_launch
-from attndsl.backends.triton.decode_family import Decode
+from attndsl.backends.triton.decode_family import Decode, DecodeForwardLaunch
 from attndsl.backends.triton.decode_kernels import FORWARDS
 from attndsl.backends.triton.decode_tiles import (
     LEAST_PARTS,
@@ -440,8 +440,32 @@ def test_numbers_are_looked_at_where_gradients_or_transforms_may_follow(monkeypa
         assert run(q)[1].isnan().all()
         with pytest.raises(attndsl.errors.ArgumentError, match="kv_lengths"):
             torch.func.jvp(run, (q,), (torch.ones_like(q),))
+    assert run(q)[1].isnan().all()
     with pytest.raises(attndsl.errors.ArgumentError, match="kv_lengths"):
-        run(q)
+        run(q.clone().requires_grad_())
+
+
+def test_calls_with_lengths_run_bound_where_kernels_look_at_them(monkeypatch):
+    """Here calls on CPUs do as calls on GPUs do."""
+    monkeypatch.setattr("attndsl.call.prepared._marks_entries", lambda *given: True)
+    made = []
+    real = DecodeForwardLaunch.__call__
+    monkeypatch.setattr(
+        DecodeForwardLaunch, "__call__", lambda *given: made.append(1) or real(*given)
+    )
+    attention = attndsl.compile("param w: int; causal() and q - kv < w", backend="decode")
+    reference = attndsl.compile(attention.text, backend="reference")
+    for turn, w in enumerate((9, 9, 9, 9, 30, 30)):
+        q, k, v, lengths = ragged_call("cpu", [50 + turn, KEYS - turn])
+        out = attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths, w=w)
+        wanted = reference(q, k, v, q_offset=lengths - 1, kv_lengths=lengths, w=w)
+        torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+    assert len(made) == 3
+    wide = lengths.long()  # Kernels take 32 bits.
+    torch.testing.assert_close(attention(q, k, v, q_offset=wide - 1, kv_lengths=wide, w=w), wanted)
+    with pytest.raises(attndsl.errors.ArgumentError, match="kv_lengths"):
+        attention(q, k, v, q_offset=wide - 1, kv_lengths=wide + KEYS, w=w)
+    assert len(made) == 3
 
 
 FAR = (1 << 31) - 1
