@@ -9,6 +9,7 @@ Non-goals: tiles by lists, lookups by pairs, gradients of captures, backwards th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from ..base import Backward, Call
     from ..kernels.bound_calls import LastArguments, NewTensor
+    from ..kernels.launch_graphs import LaunchGraphs, OneLaunch
     from .hopper_layout import HopperLayout
     from .launch import TensorMaps
 
@@ -33,12 +35,13 @@ FLOAT_BYTES = 4
 class Launches:
     """Launch state that bound calls of one layout share."""
 
-    __slots__ = ("_counts", "_counts_of", "device", "index", "layout", "maps", "new")
+    __slots__ = ("_counts", "_counts_of", "device", "graphs", "index", "layout", "maps", "new")
 
     def __init__(
         self,
         layout: HopperLayout,
         maps: TensorMaps,
+        graphs: LaunchGraphs,
         counts_of: Callable[[torch.device, int], torch.Tensor],
         device: torch.device,
     ) -> None:
@@ -47,10 +50,12 @@ class Launches:
         Args:
             layout: Of the calls.
             maps: Tensor maps by view and address.
+            graphs: Graphs of launches by their addresses.
             counts_of: Gives memory in which the programs of a launch on a stream count.
             device: Where the calls run.
         """
-        self.layout, self.maps, self.device, self._counts_of = layout, maps, device, counts_of
+        self.layout, self.maps, self.graphs = layout, maps, graphs
+        self.device, self._counts_of = device, counts_of
         self.new = allocator(device.type)
         self.index = device.index
         self._counts: dict[int, torch.Tensor] = {}
@@ -96,9 +101,9 @@ class ForwardLaunch:
         return out, lse
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BackwardLaunch:
-    """See :meth:`attndsl.backends.base.Backend.bound_backward`."""
+    """See :meth:`attndsl.backends.base.Backend.bound_backward`. Equal to itself alone."""
 
     own: Launches
     run: Callable[[int, int, Sequence[object]], None]
@@ -116,37 +121,61 @@ class BackwardLaunch:
 
     def __call__(self, operands: Sequence[torch.Tensor], backward: Backward) -> CallGradients:
         """Launch the backward, what comes before and what makes dQ."""
-        q, k, v, *captures = operands
-        own, layout = self.own, self.own.layout
+        own, new = self.own, self.own.new
         if (stream := stream_if_current(own.index)) is None:
             with torch.cuda.device(own.device):
                 return self(operands, backward)
         out, lse, grad_out, grad_lse, wanted = backward
-        of_memory, of_dk, of_dv, of_dq = self.made
-        memory, dk, dv = own.new(*of_memory), own.new(*of_dk), own.new(*of_dv)
+        memory, dk, dv = new(*self.made[0]), new(*self.made[1]), new(*self.made[2])
+        dq = new(*self.made[3]) if wanted.q else None
+        read = (*operands, out, lse, grad_out, lse if grad_lse is None else grad_lse)
+        written = (memory, dk, dv) if dq is None else (memory, dk, dv, dq)
+        launches = partial(self._launches, stream, read, written)
+        if own.index is None:
+            for run, programs, arguments in launches():
+                run(programs, stream, arguments)
+        else:
+            key = (self, stream, *[x.data_ptr() for x in read], *[x.data_ptr() for x in written])
+            own.graphs.launch(key, stream, launches)
+        return CallGradients(dq, dk if wanted.k else None, dv if wanted.v else None)
+
+    def _launches(
+        self, stream: int, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> list[OneLaunch]:
+        """The kernels, in order.
+
+        Args:
+            stream: That of the launch.
+            read: The call's tensors, output, log-sum-exp, and the gradients of both.
+            written: Memory of statistics and sums, dK, dV, and dQ if it is wanted.
+        """
+        q, k, v, *captures, out, lse, grad_out, dlse = read
+        memory, dk, dv, *dq = written
+        own, layout = self.own, self.own.layout
         first, step = memory.data_ptr(), self.rows * FLOAT_BYTES
         shift, rest, delta, sums = first, first + step, first + 2 * step, first + 3 * step
-        dlse = lse if grad_lse is None else grad_lse
-        self.prepare(
-            self.programs[0], stream,
-            [
-                out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), dlse.data_ptr(), shift, rest,
-                delta, sums, *self.prepare_last,
-            ],
-        )  # fmt: skip
-        self.run(
-            layout.programs, stream,
-            [
-                *own.maps.together(layout.operands, q, k, v, grad_out, memory),
-                shift, sums, dk.data_ptr(), dv.data_ptr(),
-                *own.counter(stream), *(self.last.now(captures) if captures else self.last.values),
-            ],
-        )  # fmt: skip
-        dq = None
-        if wanted.q:
-            dq = own.new(*of_dq)
-            self.dq_of(self.programs[1], stream, [sums, dq.data_ptr(), rest, *self.dq_last])
-        return CallGradients(dq, dk if wanted.k else None, dv if wanted.v else None)
+        found: list[OneLaunch] = [
+            (
+                self.prepare, self.programs[0],
+                [
+                    out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), dlse.data_ptr(), shift,
+                    rest, delta, sums, *self.prepare_last,
+                ],
+            ),
+            (
+                self.run, layout.programs,
+                [
+                    *own.maps.together(layout.operands, q, k, v, grad_out, memory),
+                    shift, sums, dk.data_ptr(), dv.data_ptr(), *own.counter(stream),
+                    *(self.last.now(captures) if captures else self.last.values),
+                ],
+            ),
+        ]  # fmt: skip
+        if dq:
+            found.append(
+                (self.dq_of, self.programs[1], [sums, dq[0].data_ptr(), rest, *self.dq_last])
+            )
+        return found
 
 
 def forward_of(own: Launches, call: Call) -> ForwardLaunch | None:

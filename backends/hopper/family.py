@@ -14,6 +14,7 @@ from ..kernels.arguments import call_numbers, capture_arguments
 from ..kernels.bound_calls import bound_backward, bound_forward
 from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Job, Task, kernels_of
+from ..kernels.launch_graphs import LaunchGraphs
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..kernels.work_counters import Counts
 from ..memory_order import empty_fp32, given_room, memory_order, wide_dtype
@@ -54,7 +55,7 @@ class Hopper:
     marks_entries = False
 
     def __init__(self) -> None:
-        self._maps = TensorMaps()
+        self._maps, self._graphs = TensorMaps(), LaunchGraphs()
         self._counts = Counts()
 
     def why_no_device(self, device: torch.device) -> str | None:
@@ -245,7 +246,7 @@ class Hopper:
 
     def _bound(self, layout: LaunchSpec, call: Call) -> Launches:
         assert isinstance(layout, HopperLayout)
-        return Launches(layout, self._maps, self._counts.of, call.q.device)
+        return Launches(layout, self._maps, self._graphs, self._counts.of, call.q.device)
 
     def movable(self, moving: Moving) -> Moving:
         """See :class:`~..kernels.kernel.Family`."""
