@@ -66,6 +66,11 @@ def asks_to_verify() -> bool:
     return "ATTNDSL_VERIFY" in os.environ and _switch("ATTNDSL_VERIFY", False)
 
 
+def asks_for_shipped() -> bool:
+    """``ATTNDSL_SHIPPED=0`` leaves the kernels that came with this package unused."""
+    return _switch("ATTNDSL_SHIPPED", True)
+
+
 def _switch(name: str, default: bool) -> bool:
     """Return True if a variable of the environment is on; an empty one is not set.
 

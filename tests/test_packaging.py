@@ -87,6 +87,10 @@ def test_every_package_is_marked_as_one():
         assert (folder / "__init__.py").exists(), name
 
 
+SHIPPED = ("a/bundle.json", "entries/b.txt", "code/c/d.cubin")
+"""Files of the kinds that tools/shipped_kernels.py writes."""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The project's wheel, built from a copy of what git would hold."""
@@ -96,6 +100,10 @@ def wheel(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / "source" / name, ignore=skipped)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
+    for name in SHIPPED:
+        path = folder / "source" / "attndsl" / "shipped" / "triton-0.1" / name
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
     command = [
         sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
         "--wheel-dir", folder, folder / "source",
@@ -126,6 +134,11 @@ def test_the_wheel_holds_every_module_and_data_file(wheel):
             if path.suffix in DATA | {".py"}:
                 inside = "/".join([*package.split("."), *path.relative_to(ROOT / folder).parts])
                 assert inside in names, f"the wheel lacks {inside}"
+
+
+def test_the_wheel_holds_shipped_kernels_if_they_are_there(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"attndsl/shipped/triton-0.1/{name}" for name in SHIPPED} <= names
 
 
 def test_the_wheel_holds_nothing_else(wheel):

@@ -170,7 +170,7 @@ def _entries(built: Built, writer: _BundleWriter) -> tuple[list[PackedKernel], i
                 kernels.append(PackedKernel(about, text, slot, seconds, size))
             meta["compiled"] = compiled
         described = entry_text(key, entry.source, meta)
-        writer.add(f"entries/{key}.py", entry.source.encode())
+        writer.add(f"entries/{key}.txt", entry.source.encode())
         writer.add(f"entries/{key}.json", described.encode())
     return sorted(kernels, key=lambda x: (x.text, words(x.about), x.name)), programs
 

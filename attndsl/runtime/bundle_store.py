@@ -4,9 +4,10 @@ An entry of the cache comes first, since ``tune`` writes there. Where both have 
 bundle's compiled code is used: that of the cache may be gone.
 
 Bundles are those of ``ATTNDSL_BUNDLES``, in order, then those that ``attndsl cache import`` copied
-into the cache's folder. The environment is read whenever an entry is looked up, which happens once
-for each kernel. A bundle that cannot be used is told once and passed over: no call fails for its
-sake, and no call uses it.
+into the cache's folder, then the one that came with this package for this Triton, if it has one.
+The environment is read whenever an entry is looked up, which happens once for each kernel. A bundle
+that cannot be used is told once and passed over: no call fails for its sake, and no call uses it.
+Nobody has asked for the one of this package, so that only damage to it is told.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attndsl.backends.cache_entries import About, Entry
+from attndsl.backends.key import version_of
 from attndsl.errors import CacheWarning, ConfigError
 from attndsl.foundation.bounded_io import read_bytes
 from attndsl.foundation.caches import memoised
 from attndsl.foundation.logs import LOG
-from attndsl.settings import BundlePlace, read_bundles
+from attndsl.settings import BundlePlace, asks_for_shipped, read_bundles
 
 from .bundles import MANIFEST, MAX_MANIFEST, is_digest, open_bundle
 from .disk_cache import IMPORTED, described_entry, reason
@@ -41,6 +43,8 @@ _ATTEMPTS = 4
 """Attempts of an import, while others import the same bundle or remove it."""
 _IMPORTING = "importing-"
 """Prefix of the folders of unfinished imports."""
+SHIPPED = Path(__file__).parents[1] / "shipped"
+"""Bundles that came with this package, each named after its version of Triton."""
 
 
 class Imported(NamedTuple):
@@ -66,7 +70,7 @@ class BundledCache:
     def load(self, key: str) -> Entry | None:
         """The entry of ``key``, or None; see the module."""
         own, found = self.cache.load(key), None
-        for bundle in self._bundles():
+        for bundle in (*self._bundles(), *self._shipped()):
             found = self._entry(bundle, key)
             if found is not None:
                 LOG.debug("bundle: found %s in %s", key[:16], bundle.folder)
@@ -92,7 +96,7 @@ class BundledCache:
 
     def prepare(self) -> None:
         """Give Triton the module of its driver, before it looks for it."""
-        for bundle in self._bundles():
+        for bundle in (*self._bundles(), *self._shipped()):
             if bundle.driver is not None and bundle.why_not() is None:
                 self._lay_out(bundle, bundle.driver)
 
@@ -115,6 +119,21 @@ class BundledCache:
             found.append(bundle)
         return found
 
+    def _shipped(self) -> list[Bundle]:
+        """The bundle of this package for this Triton, unless its sources have changed since."""
+        folder = SHIPPED / f"triton-{version_of('triton')}"
+        if not asks_for_shipped() or not folder.is_dir():
+            return []
+        try:
+            bundle = _opened(BundlePlace(folder), _stamp(folder), trusted=True)
+        except ConfigError as error:
+            text = f"{error.message}; it came with attndsl, and kernels are compiled as without it"
+            self._warn(text, "install attndsl again")
+            return []
+        why = bundle.why_not()
+        LOG.debug("the bundle of attndsl itself: %s", why or folder)
+        return [bundle] if why is None else []
+
     def _entry(self, bundle: Bundle, key: str) -> Entry | None:
         """The entry of one bundle, with what loading it needs."""
         try:
@@ -132,7 +151,10 @@ class BundledCache:
         return found
 
     def _lay_out(self, bundle: Bundle, name: str) -> None:
-        """Put a launcher where Triton looks for it; one of another content is replaced."""
+        """Put a launcher where Triton looks for it; one of another content is replaced.
+
+        Those that came with this package replace none: one that was made here fits better.
+        """
         if not bundle.has_launcher(name):
             return
         import triton  # Whoever asks for kernels has it.
@@ -142,7 +164,9 @@ class BundledCache:
         paths = [Path(triton.knobs.cache.dir) / each / file for each in dict.fromkeys(keys)]
         try:
             content = bundle.read(name)
-            for path in (path for path in paths if not _holds(path, content)):
+            for path in paths:
+                if path.exists() if bundle.trusted else _holds(path, content):
+                    continue
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _write(path, content)
         except (OSError, ValueError) as error:  # ConfigError is a ValueError.
@@ -204,7 +228,6 @@ def import_bundle(source: Path, cache: KernelCache, demanded: str | None = None)
         ConfigError: It cannot be used, or the cache's folder cannot.
     """
     bundle = open_bundle(source, demanded, trusted=demanded is not None)
-    read = bundle.read if demanded is None else bundle.content
     target = cache.folder / IMPORTED / bundle.digest
     try:
         return Imported(checked_bundle(target, bundle.digest), False)
@@ -219,7 +242,7 @@ def import_bundle(source: Path, cache: KernelCache, demanded: str | None = None)
             for name in bundle.files:
                 for parent in reversed((folder / name).relative_to(folder).parents[:-1]):
                     (folder / parent).mkdir(mode=0o700, exist_ok=True)
-                _write(folder / name, read(name))
+                _write(folder / name, bundle.read(name))
             # Last, as in the cache: a copy without it is none.
             manifest = read_bytes(bundle.folder / MANIFEST, MAX_MANIFEST, pipes=False)
             _write(folder / MANIFEST, manifest)
@@ -325,8 +348,8 @@ def _stamp(folder: Path) -> tuple[int, ...]:
 
 
 @memoised("opened bundles", 64)
-def _opened(place: BundlePlace, stamp: tuple[int, ...]) -> Bundle:
-    return open_bundle(*place)
+def _opened(place: BundlePlace, stamp: tuple[int, ...], trusted: bool = False) -> Bundle:
+    return open_bundle(*place, trusted)
 
 
 def _holds(path: Path, content: bytes) -> bool:

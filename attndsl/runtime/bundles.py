@@ -3,13 +3,15 @@
 ``bundle.json`` names every other file with its size and SHA-256. So the digest of ``bundle.json``
 is the digest of all. Beside it lie
 
-- ``entries/``: entries of the cache, as the cache has them, but that paths are within the bundle;
+- ``entries/``: entries of the cache, as the cache has them, but that paths are within the bundle,
+  and that texts are ``KEY.txt``: installers compile every ``.py`` of a package that they find;
 - ``code/``: what Triton has compiled;
 - ``launchers/``: what a C compiler has, for versions of Triton that have such.
 
 A bundle is code: its texts are imported and its libraries are loaded. So nothing is read from a
 bundle that others than its user or root may write to, nor through links, and what is read is held
-to the digests first. No name of a file leads out of the bundle.
+to the digests first. No name of a file leads out of the bundle. Only the bundles that came with
+this package may lie where others write, as the package does.
 
 Non-goals: signatures; bundles that lie in archives.
 """
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST = "bundle.json"
-FORMAT = 1
+FORMAT = 2
 MAX_MANIFEST = 16 << 20
 """Bytes of ``bundle.json``."""
 MAX_FILE = 1 << 28
@@ -48,7 +50,7 @@ _MAX_TEXT = 200
 """Characters of a version."""
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,200}"
 _NAMES = re.compile(
-    rf"entries/[0-9a-f]{{64}}\.(?:py|json)|code/{_NAME}/{_NAME}\.(?:cubin|json)"
+    rf"entries/[0-9a-f]{{64}}\.(?:txt|json)|code/{_NAME}/{_NAME}\.(?:cubin|json)"
     rf"|launchers/{_NAME}/{_NAME}\.so"
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -94,6 +96,8 @@ class Bundle:
     twins: Mapping[str, str]
     """Names that Triton looks for on platforms that it knows less of, by name of a launcher's
     folder."""
+    trusted: bool
+    """Whether it may lie where others write: it came with this package, or all is copied."""
 
     @property
     def size(self) -> int:
@@ -138,8 +142,8 @@ class Bundle:
         """
         if f"entries/{key}.json" not in self.files:
             return None
-        text, described = self.read(f"entries/{key}.py"), self.read(f"entries/{key}.json")
-        found = verified_entry(self.folder / "entries" / f"{key}.py", key, described, text)
+        text, described = self.read(f"entries/{key}.txt"), self.read(f"entries/{key}.json")
+        found = verified_entry(self.folder / "entries" / f"{key}.txt", key, described, text)
         if "compiled" not in found.meta:
             return found
         compiled = found.meta["compiled"]
@@ -167,31 +171,21 @@ class Bundle:
 
         Raises:
             ConfigError, OSError, ValueError: The bundle has no such file, or not as it was built;
-                others may write to it.
+                others may write to it, unless it is trusted.
         """
-        file = self._file(name)
-        with open_folder(self.folder, of_root=True) as folder:
-            return _held(file, name, folder.read(name, file.bytes))
-
-    def content(self, name: str) -> bytes:
-        """The content of a file, read into memory and checked against its digest.
-
-        Raises:
-            ConfigError, OSError, ValueError: The bundle has no such file, or not as it was built.
-        """
-        file = self._file(name)
-        return _held(file, name, read_bytes(self.folder / name, file.bytes, pipes=False))
-
-    def _file(self, name: str) -> BundleFile:
         if name not in self.files:
             raise ValueError(f"it has no file {name!r}")
-        return self.files[name]
+        file = self.files[name]
+        if self.trusted:
+            return _held(file, name, read_bytes(self.folder / name, file.bytes, pipes=False))
+        with open_folder(self.folder, of_root=True) as folder:
+            return _held(file, name, folder.read(name, file.bytes))
 
     def entries(self) -> list[EntryInfo]:
         """All entries, as listings show them; an entry that differs from its build is damaged."""
         found = []
         for key in self.keys():
-            names = (f"entries/{key}.py", f"entries/{key}.json")
+            names = (f"entries/{key}.txt", f"entries/{key}.json")
             size = sum(self.files[name].bytes for name in names if name in self.files)
             try:
                 text, described = (self.read(name) for name in names)
@@ -231,7 +225,8 @@ def open_bundle(folder: Path, demanded: str | None = None, trusted: bool = False
     Args:
         folder: Where it lies. It may be a link.
         demanded: The digest that it has to have; any for None.
-        trusted: Whether it may lie where others write: only for who copies all that it reads.
+        trusted: Whether it may lie where others write: only for who copies all that it reads, and
+            for what came with this package.
 
     Raises:
         ConfigError: There is none, it is not as it was built, it has another digest, or others
@@ -261,7 +256,7 @@ def open_bundle(folder: Path, demanded: str | None = None, trusted: bool = False
             hint="use the bundle that was built, or the digest that was printed when it was",
         )
     try:
-        return _bundle(folder, digest, json.loads(content))
+        return _bundle(folder, digest, json.loads(content), trusted)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{name} cannot be read: {error}", hint="build it again with attndsl build"
@@ -275,7 +270,7 @@ def _held(file: BundleFile, name: str, content: bytes) -> bytes:
     return content
 
 
-def _bundle(folder: Path, digest: str, found: dict[str, Any]) -> Bundle:
+def _bundle(folder: Path, digest: str, found: dict[str, Any], trusted: bool) -> Bundle:
     """The bundle that a manifest describes.
 
     Raises:
@@ -297,7 +292,7 @@ def _bundle(folder: Path, digest: str, found: dict[str, Any]) -> Bundle:
         raise ValueError(f"it has no file {driver!r}")
     twins = {_folder(own): _folder(other) for own, other in found["twins"].items()}
     targets = tuple(map(_text, found["targets"]))
-    bundle = Bundle(folder, digest, targets, versions, files, driver, twins)
+    bundle = Bundle(folder, digest, targets, versions, files, driver, twins, trusted)
     if bundle.size > MAX_BYTES:
         raise ValueError(f"its files have more than {MAX_BYTES} bytes")
     return bundle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from functools import partial
 from itertools import product
@@ -21,6 +22,7 @@ from attndsl.backends.hopper.tile_sizes import has_small_tiles
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.offline_gpu import TARGETS, AbsentGPU
+from attndsl.backends.key import version_of
 from attndsl.building import build
 from attndsl.building.bundle_calls import LENGTHS, CallGrid, examples
 from attndsl.building.bundle_pack import check_output
@@ -75,9 +77,10 @@ class Workplace:
         self.digests[output] = printed.rsplit("digest: ", 1)[1].strip()
         return printed
 
-    def counted(self, target: str, calls: list[dict], **more: str) -> dict:
+    def counted(self, target: str, calls: list[dict], shipped: str = "", **more: str) -> dict:
         """What calls of a fresh process compile; its seconds are printed."""
-        found = json.loads(self.run(COUNTED, target, json.dumps(calls), **more).splitlines()[-1])
+        given = (target, json.dumps(calls), *filter(None, (shipped,)))
+        found = json.loads(self.run(COUNTED, *given, **more).splitlines()[-1])
         print(f"{target}, {len(calls)} calls: {found}")
         return found
 
@@ -150,6 +153,24 @@ def test_a_bundle_in_the_path_is_read_where_it_lies(place: Workplace) -> None:
     kept = [path.name for path in (place.folder / "unused").iterdir()]
     assert len(kept) == 2, "the other text of the program alone, and no kernel"
     assert f"the bundle {nothing} cannot be used" in place.errors
+
+
+def test_kernels_that_came_with_the_package_are_found_unasked(place: Workplace) -> None:
+    own = place.folder / "shipped" / f"triton-{version_of('triton')}"
+    shutil.copytree(place.folder / "bundle", own)
+    found = place.counted("cuda:80", CALLS[:2], cache="shipped-a", shipped=str(own.parent))
+    assert (found["compiled"], found["launchers"]) == (0, 0)
+    assert place.errors == ""
+
+
+def test_damaged_kernels_that_came_with_the_package_are_made_anew(place: Workplace) -> None:
+    own = place.folder / "damaged" / f"triton-{version_of('triton')}"
+    shutil.copytree(place.folder / "bundle", own)
+    for path in own.glob("code/*/attention_forward.cubin"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    found = place.counted("cuda:80", CALLS[:1], cache="shipped-b", shipped=str(own.parent))
+    assert found["compiled"] == 1, "the forward alone"
+    assert "is not the file that was built" in place.errors
 
 
 def test_the_counting_counts(place: Workplace) -> None:
@@ -379,7 +400,7 @@ def test_nothing_else_is_written_over(tmp_path) -> None:
 
 @pytest.mark.parametrize("own", ["README.md", "code/x/y.py", "entries/notes.txt"])
 def test_a_bundle_with_other_files_in_it_is_not_replaced(own, tmp_path) -> None:
-    entry = tmp_path / "entries" / f"{'0' * 64}.py"
+    entry = tmp_path / "entries" / f"{'0' * 64}.txt"
     entry.parent.mkdir()
     entry.write_text("")
     (tmp_path / "bundle.json").write_text("{}")

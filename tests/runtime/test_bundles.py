@@ -44,7 +44,7 @@ def entry_files(slot: dict | None = None, source: str = SOURCE) -> dict[str, byt
     about = {"text": "causal()", "kernel": "triton forward", "target": "cuda:80", "head_dim": 64}
     meta = {"compiled": {"forward": slot or recorded}, "about": about, "config": {}}
     return {
-        f"entries/{KEY}.py": source.encode(),
+        f"entries/{KEY}.txt": source.encode(),
         f"entries/{KEY}.json": entry_text(KEY, source, meta).encode(),
         CODE: b"code",
         LAUNCHER: b"library",
@@ -215,7 +215,7 @@ def _linked(folder: Path, name: str) -> None:
 
 
 DAMAGE = {
-    "changed text": lambda f: _edit(f, f"entries/{KEY}.py", b"import os\n"),
+    "changed text": lambda f: _edit(f, f"entries/{KEY}.txt", b"import os\n"),
     "changed words": lambda f: _edit(f, f"entries/{KEY}.json", b"{}"),
     "changed code": lambda f: _edit(f, CODE, b"CODE"),
     "truncated code": lambda f: _edit(f, CODE, b"cod"),
@@ -574,3 +574,100 @@ def test_an_import_that_was_cut_off_leaves_nothing_that_is_read(
     with pytest.raises(ConfigError, match="the disk is full"):
         import_bundle(folder, cache)
     assert imported_places(cache.folder) == []
+
+
+@pytest.fixture
+def shipped(store, folder, tmp_path, monkeypatch) -> Path:
+    """The made-up bundle as the one that came with the package, and as no other."""
+    monkeypatch.setattr(bundle_store, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setenv("ATTNDSL_BUNDLES", "")
+    own = tmp_path / "shipped" / f"triton-{version_of('triton')}"
+    own.parent.mkdir()
+    folder.rename(own)
+    return own
+
+
+def test_what_came_with_the_package_is_found_without_a_setting(
+    shipped, store, tmp_path, monkeypatch
+) -> None:
+    for path in (shipped, *shipped.rglob("*")):  # As installed with umask 000.
+        path.chmod(0o777)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = store.load(KEY)
+        assert found.source == SOURCE
+        assert found.meta["compiled"]["forward"]["files"] == {
+            "attention.cubin": f"{shipped / CODE}"
+        }
+        assert (tmp_path / "tc" / "KEY" / f"launcher{SUFFIX}").read_bytes() == b"library"
+        store.save("b" * 64, SOURCE, {"about": {"target": "cuda:80"}})  # Nobody asked for it.
+        monkeypatch.setenv("ATTNDSL_SHIPPED", "0")
+        assert store.load(KEY) is None
+
+
+def test_a_bundle_of_the_user_comes_before_the_shipped_one(
+    shipped, store, tmp_path, monkeypatch
+) -> None:
+    write_bundle(tmp_path / "own", entry_files(source="x = 2\n"))
+    monkeypatch.setenv("ATTNDSL_BUNDLES", str(tmp_path / "own"))
+    assert store.load(KEY).source == "x = 2\n"
+
+
+@pytest.mark.parametrize(
+    "other", [{"fingerprint": "0" * 64}, {"triton": "0.1"}, {"attndsl": "0.1"}]
+)
+def test_shipped_kernels_of_other_versions_are_passed_over_in_silence(
+    other, shipped, store
+) -> None:
+    write_bundle(shipped, **other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.load(KEY) is None
+
+
+def test_shipped_kernels_of_another_triton_are_not_opened(shipped, store) -> None:
+    (shipped / "bundle.json").write_text("{")
+    shipped.rename(shipped.with_name("triton-0.1"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.load(KEY) is None
+
+
+NOT_WRITABLE = {x: y for x, y in DAMAGE.items() if not x.startswith(("open", "linked"))}
+
+
+@pytest.mark.parametrize("damage", NOT_WRITABLE.values(), ids=NOT_WRITABLE)
+def test_damage_to_shipped_kernels_is_told_and_they_are_not_used(damage, shipped, store) -> None:
+    damage(shipped)
+    with pytest.warns(CacheWarning, match="an entry of the bundle .* is not used"):
+        assert store.load(KEY) is None
+
+
+@pytest.mark.parametrize("content", ["{", None])
+def test_a_shipped_manifest_that_cannot_be_read_is_told_once(content, shipped, store) -> None:
+    path = shipped / "bundle.json"
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.warns(CacheWarning, match="came with attndsl, and kernels are compiled as without"):
+        assert store.load(KEY) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.load(KEY) is None
+
+
+def test_a_shipped_launcher_replaces_none_that_was_made_here(shipped, store, tmp_path) -> None:
+    path = tmp_path / "tc" / "KEY" / f"launcher{SUFFIX}"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"made here")
+    assert store.load(KEY) is not None
+    assert path.read_bytes() == b"made here"
+
+
+def test_shipped_launchers_of_another_python_are_left_in_silence(shipped, store, tmp_path) -> None:
+    other = "launchers/KEY/launcher.cpython-99-plan9.so"
+    files = {**entry_files({"files": {}, "launcher": other}), other: b"library"}
+    write_bundle(shipped, files, driver=other, python=".cpython-99-plan9.so")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.load(KEY) is not None
+        store.prepare()
+    assert not (tmp_path / "tc").exists()

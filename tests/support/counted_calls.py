@@ -1,12 +1,13 @@
 """Calls of a fresh process as on a GPU that is not there, and what they compile: run as a program.
 
-    counted_calls.py TARGET CALLS
+    counted_calls.py TARGET CALLS [SHIPPED]
 
 ``CALLS`` is a list in JSON. A call has ``text``, ``dtype``, ``q`` and ``k`` (shapes), and may have
 ``captures`` (name -> [shape, dtype]), ``params``, ``options``, ``learned`` (names, or null for no
 backward), ``lse`` and ``backend``. It is made by ``Attention.__call__``, whose backend believes
-that it runs on the GPU. A line of JSON says how many kernels Triton compiled (``compiled``), what a
-C compiler made (``launchers``), and what took how many seconds.
+that it runs on the GPU. ``SHIPPED`` is the folder of bundles that came with the package. A line of
+JSON says how many kernels Triton compiled (``compiled``), what a C compiler made (``launchers``),
+and what took how many seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 import triton
@@ -22,10 +24,12 @@ import attndsl
 from attndsl.backends.engine.backend import GeneratedBackend
 from attndsl.backends.kernels.offline_gpu import AbsentGPU
 from attndsl.call import dispatch
+from attndsl.runtime import bundle_store
 
 
 def main() -> None:
     target, calls = sys.argv[1], json.loads(sys.argv[2])
+    bundle_store.SHIPPED = Path(sys.argv[3] if len(sys.argv) > 3 else "/nothing")
     AbsentGPU(target).activate()
     counts = {"compiled": 0, "launchers": 0}
     seconds: dict[str, list[float]] = {"forward": [], "backward": []}
@@ -34,6 +38,7 @@ def main() -> None:
     GeneratedBackend.why_not = lambda self, device: None  # type: ignore[method-assign]
     kind = "auto" if target == "cuda:90" else "triton"
     dispatch._default = lambda device, dtype: (kind, "as on the GPU")  # type: ignore[assignment]
+    dispatch._target_of = lambda device: target  # type: ignore[assignment]
     for call in calls:
         for direction, took in made(call).items():
             seconds[direction].append(round(took, 3))
