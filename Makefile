@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint docs fuzz mutate bench kernel-diff oldest-triton clean
+.PHONY: help setup demo test test-gpu lint docs fuzz mutate bench kernel-diff oldest-triton shipped-kernels clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,9 +52,16 @@ kernel-diff: $(STAMP) ## Compare the kernels of two commits without a GPU (BASE=
 
 # torch's builds for CUDA bring it. Beside a newer torch it is found first on the path.
 OLDEST := $(VENV)/triton-3.6.0
-oldest-triton: $(STAMP) ## Trace kernels with the oldest Triton, without a GPU (DIFF="--only causal")
-	test -d $(OLDEST) || { $(BIN)/pip install --quiet --no-deps --no-compile --target $(OLDEST).part triton==3.6.0 && mv $(OLDEST).part $(OLDEST); }
+$(OLDEST): | $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --no-compile --target $@.part triton==3.6.0
+	mv $@.part $@
+
+oldest-triton: $(STAMP) $(OLDEST) ## Trace kernels with the oldest Triton, without a GPU (DIFF="--only causal")
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python tools/kernel_diff.py . . $(or $(DIFF),--sample)
+
+shipped-kernels: $(STAMP) $(OLDEST) ## Compile the kernels that a wheel brings along, for two versions of Triton
+	$(BIN)/python tools/shipped_kernels.py --triton $(OLDEST)
+	$(BIN)/python tools/shipped_kernels.py
 
 clean: ## Remove build products and caches, not the virtual environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

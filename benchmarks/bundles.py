@@ -84,7 +84,7 @@ def run(given: dict, bundle: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         environment = common.with_bytecode() | {
             "ATTNDSL_CACHE_DIR": f"{folder}/attndsl", "TRITON_CACHE_DIR": f"{folder}/triton",
-            "ATTNDSL_BUNDLES": bundle,
+            "ATTNDSL_BUNDLES": bundle, "ATTNDSL_SHIPPED": "0",
         }  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-P", "-c", CHILD, json.dumps(given)], env=environment, text=True,

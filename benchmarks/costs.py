@@ -409,7 +409,7 @@ def main() -> int:
     names, device = chosen(options, parser), device_of(options.tiny).name
     found: dict[str, worker.Found] = {}
     with tempfile.TemporaryDirectory() as folder:
-        environ = os.environ | {"ATTNDSL_CACHE_DIR": folder}
+        environ = os.environ | {"ATTNDSL_CACHE_DIR": folder, "ATTNDSL_SHIPPED": "0"}
         begin = time.monotonic()
         if device == "cuda":
             compile_all(names, flags, environ)

@@ -89,7 +89,7 @@ def fresh_kernels() -> Iterator[None]:
     from attndsl.foundation.caches import CACHES, Reason
 
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["ATTNDSL_CACHE_DIR"] = folder
+        os.environ |= {"ATTNDSL_CACHE_DIR": folder, "ATTNDSL_SHIPPED": "0"}
         CACHES.invalidate(Reason.BACKENDS)
         yield
     CACHES.invalidate(Reason.BACKENDS)

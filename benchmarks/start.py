@@ -3,9 +3,10 @@
     python benchmarks/start.py [--device cuda] [--programs "causal;window"] [--runs 2]
 
 Each figure is the median over fresh processes. "cold" begins with empty caches (attndsl's, Triton's
-and Inductor's), "warm" has them filled by the process before. Inputs require gradients: a step is
-the forward and the backward of one call. On GPUs FlexAttention, compiled, does the same beside it.
-Making the CUDA context is part of every figure, and also given on its own.
+and Inductor's), "warm" has them filled by the process before; neither has kernels of attndsl's
+wheel. Inputs require gradients: a step is the forward and the backward of one call. On GPUs
+FlexAttention, compiled, does the same beside it. Making the CUDA context is part of every figure,
+and also given on its own.
 
 Both systems are measured at the same time, each on its own half of the processors (``processors``),
 so that a run takes four minutes. With fewer than 16 processors one follows the other.
@@ -146,6 +147,7 @@ def measure(program: Program, lane: Lane, folder: Path) -> dict[str, float]:
         raise RuntimeError("no time was left")
     caches = ("ATTNDSL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     env = common.with_bytecode() | {name: str(folder / name.lower()) for name in caches}
+    env["ATTNDSL_SHIPPED"] = "0"
     code = code_of(program, lane.system, lane.device, lane.processors)
     begin = time.time()
     try:

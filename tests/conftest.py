@@ -166,11 +166,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A kernel cache that starts empty and is no user's; with ATTNDSL_TESTS_CACHE, that folder.
 
     On GPUs the processes of a run share one: to compile a kernel takes longer than to test it.
+    Kernels in attndsl/shipped, which a release makes, are none of theirs.
     """
     with pytest.MonkeyPatch.context() as patch:
         shared = os.environ.get("ATTNDSL_TESTS_CACHE")
         folder = shared or str(tmp_path_factory.mktemp("cache"))
         patch.setenv("ATTNDSL_CACHE_DIR", folder)
+        patch.setenv("ATTNDSL_SHIPPED", "0")
         yield
 
 

@@ -414,5 +414,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["ATTNDSL_CACHE_DIR"] = folder
+        os.environ |= {"ATTNDSL_CACHE_DIR": folder, "ATTNDSL_SHIPPED": "0"}
         main()

@@ -1,13 +1,14 @@
 """Compile the kernels that a wheel brings along, for one version of Triton, without a GPU.
 
-    python tools/shipped_kernels.py [--triton FOLDER]
+    python tools/shipped_kernels.py [--triton FOLDER] [--check]
 
 Writes a bundle of the programs in ``shipped_kernels.yaml`` to ``attndsl/shipped/triton-VERSION``,
 which git ignores, and of which a wheel that is built afterwards has a copy. It is for the very
 sources of this checkout: after any change to them it is made again, or no process uses it. Kernels
 have no line numbers, which are two thirds of their bytes.
 
-Prints bytes of each kernel, as they are and as a wheel compresses them.
+Prints bytes of each kernel, as they are and as a wheel compresses them. ``--check`` compiles
+nothing, and fails if there is no bundle, or if one is for other sources.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def environment_of(triton: Path | None, scratch: Path) -> dict[str, str]:
         "ATTNDSL_CACHE_DIR": str(scratch / "attndsl"),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
         "ATTNDSL_BUNDLES": "",
+        "ATTNDSL_SHIPPED": "0",
         "TRITON_DISABLE_LINE_INFO": "1",
     }
 
@@ -80,6 +82,20 @@ def triton_of(environment: dict[str, str]) -> str:
     return version
 
 
+def check(into: Path) -> int:
+    """Print which bundles are for the sources of this checkout; 1 if one is not, or if none is."""
+    from attndsl.foundation.fingerprint import source_fingerprint
+    from attndsl.runtime.bundles import open_bundle
+
+    bundles = [open_bundle(folder) for folder in sorted(into.glob("triton-*"))]
+    fits = [bundle.versions.fingerprint == source_fingerprint() for bundle in bundles]
+    for bundle, fit in zip(bundles, fits, strict=True):
+        print(f"{bundle.folder}: for {'these' if fit else 'other'} sources")
+    if not bundles:
+        print(f"{into}: no bundle")
+    return int(not fits or not all(fits))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -90,7 +106,10 @@ def main() -> int:
     parser.add_argument("--head-dim", default="64,128")
     parser.add_argument("--lengths", default="1024")
     parser.add_argument("--into", type=Path, default=INTO)
+    parser.add_argument("--check", action="store_true", help="whether they are for these sources")
     options = parser.parse_args()
+    if options.check:
+        return check(options.into)
     with tempfile.TemporaryDirectory() as scratch:
         environment = environment_of(options.triton, Path(scratch))
         folder = options.into.resolve() / f"triton-{triton_of(environment)}"

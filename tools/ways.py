@@ -339,6 +339,7 @@ def kernels_that_never_run() -> Iterator[None]:
     """
     with tempfile.TemporaryDirectory() as folder:
         variables = {"TRITON_INTERPRET": "1", "ATTNDSL_CACHE_DIR": folder}
+        variables["ATTNDSL_SHIPPED"] = "0"
         with mock.patch.dict(os.environ, variables), warnings.catch_warnings():
             import attndsl.backends.hopper.launch
             from attndsl.backends.hopper.family import Hopper

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attndsl.errors import ConfigError, visible
-from attndsl.runtime.bundle_store import import_bundle, imported_places, remove_imported
+from attndsl.runtime.bundle_store import (
+    import_bundle,
+    imported_places,
+    remove_imported,
+    shipped_bundle,
+)
 from attndsl.runtime.bundles import is_digest, open_bundle
 from attndsl.runtime.disk_cache import KernelCache
 from attndsl.runtime.owned_folder import open_folder
@@ -38,7 +43,10 @@ def open_cache() -> KernelCache:
 
 
 def list_entries(as_json: bool) -> None:
-    """One line an entry: of the cache the most recently used first, then of bundles; or JSON."""
+    """One line an entry: of the cache the most recently used first, then of bundles; or JSON.
+
+    The hundreds that came with attndsl are one line, and all of them in JSON.
+    """
     entries = open_cache().entries()
     bundles = _bundles()
     of_bundles = {bundle.folder: bundle.entries() for bundle in bundles}
@@ -50,6 +58,8 @@ def list_entries(as_json: bool) -> None:
         found = [_described(entry, texts, None) for entry in entries]
         for bundle in bundles:
             found += [_described(e, texts, bundle) for e in of_bundles[bundle.folder]]
+        if (own := shipped_bundle().bundle) is not None:
+            found += [_described(e, texts, own) for e in own.entries()]
         print(json.dumps(found, indent=1))
         return
     for entry in entries:
@@ -60,6 +70,18 @@ def list_entries(as_json: bool) -> None:
         print(visible(line + (f"; not used: {why}" if why else "")))
         for entry in of_bundles[bundle.folder]:
             _print_entry(entry, _described(entry, texts, bundle))
+    if (shipped := shipped_bundle()).bundle is not None:
+        print(visible(f"shipped {shipped.folder}: {describe_shipped()}"))
+
+
+def describe_shipped() -> str:
+    """Kernels that came with attndsl, and why they are not used, in a line."""
+    found = shipped_bundle()
+    if (bundle := found.bundle) is None:
+        return f"not used: {found.why_not}"
+    line = f"{len(bundle.keys())} entries, {bundle.size} bytes, for {', '.join(bundle.targets)}"
+    whys = (f"not used: {found.why_not}" if found.why_not else None, bundle.why_no_launchers())
+    return "; ".join([line, *filter(None, whys)])
 
 
 def _bundles() -> list[Bundle]:
@@ -135,6 +157,7 @@ def print_stats() -> None:
     bundles = _bundles()
     if bundles:
         print(f"bundles  {len(bundles)}, {sum(bundle.size for bundle in bundles)} bytes")
+    print(f"shipped  {visible(describe_shipped())}")
     print(f"entries  {len(entries)}, {sum(entry.bytes for entry in entries)} bytes")
     for kind, count in sorted(counts.items()):
         size = sum(entry.bytes for entry in entries if entry.kind == kind)

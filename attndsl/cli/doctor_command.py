@@ -18,7 +18,7 @@ from attndsl.call.dispatch import BACKENDS, get_backend
 from attndsl.errors import AttnDSLError, visible
 from attndsl.settings import read_settings
 
-from .cache_command import open_cache
+from .cache_command import describe_shipped, open_cache
 
 _PACKAGES = (
     "torch", "triton", "lark", "sympy", "islpy", "numpy", "platformdirs", "PyYAML", "typer", "rich",
@@ -123,6 +123,7 @@ def _cache() -> dict[str, Any]:
         "entries": len(entries),
         "bytes": sum(entry.bytes for entry in entries),
         "limit": settings.cache_bytes,
+        "shipped": describe_shipped(),
         "warnings": [str(each.message) for each in caught],
     }
 
@@ -154,5 +155,6 @@ def _print(facts: dict[str, Any]) -> None:
     if not cache["writable"]:
         state += ", not writable"
     print(f"  {state}, {cache['entries']} entries, {cache['bytes']} of {cache['limit']} bytes")
+    print(f"  kernels that came with attndsl: {visible(cache['shipped'])}")
     for warning in cache["warnings"]:
         print(f"  warning: {visible(warning)}", file=sys.stderr)

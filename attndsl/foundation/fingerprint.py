@@ -54,6 +54,8 @@ def _stamps(roots: Mapping[str, str] | None) -> Mapping[str, _Stamp] | None:
     try:
         for name, root in roots.items():
             others = {other for other in roots.values() if other != root}
+            # Hundreds of folders of compiled kernels, with no text.
+            others.add(os.path.join(root, "shipped"))
             for stamp in sorted(_within(root, others)):
                 found[name + stamp.path[len(root) :].replace(os.sep, "/")] = stamp
     except OSError:

@@ -7,7 +7,8 @@ Bundles are those of ``ATTNDSL_BUNDLES``, in order, then those that ``attndsl ca
 into the cache's folder, then the one that came with this package for this Triton, if it has one.
 The environment is read whenever an entry is looked up, which happens once for each kernel. A bundle
 that cannot be used is told once and passed over: no call fails for its sake, and no call uses it.
-Nobody has asked for the one of this package, so that only damage to it is told.
+The user has not asked for the one of this package. So only damage to it is a warning; the log and
+``attndsl doctor`` tell that it does not fit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from attndsl.backends.key import version_of
 from attndsl.errors import CacheWarning, ConfigError
 from attndsl.foundation.bounded_io import read_bytes
 from attndsl.foundation.caches import memoised
-from attndsl.foundation.logs import LOG
+from attndsl.foundation.logs import LOG, tell_once
 from attndsl.settings import BundlePlace, asks_for_shipped, read_bundles
 
 from .bundles import MANIFEST, MAX_MANIFEST, is_digest, open_bundle
@@ -54,6 +55,19 @@ class Imported(NamedTuple):
     """The copy."""
     new: bool
     """False if the cache had it already."""
+
+
+class Shipped(NamedTuple):
+    """The bundle that came with this package for this Triton."""
+
+    folder: Path
+    """Where it lies, if there is one."""
+    bundle: Bundle | None = None
+    """None if it is not asked for, is missing, or cannot be read."""
+    why_not: str | None = None
+    """Reason why no call uses it; None where calls do."""
+    damaged: bool = False
+    """True if it cannot be read."""
 
 
 class BundledCache:
@@ -121,18 +135,16 @@ class BundledCache:
 
     def _shipped(self) -> list[Bundle]:
         """The bundle of this package for this Triton, unless its sources have changed since."""
-        folder = SHIPPED / f"triton-{version_of('triton')}"
-        if not asks_for_shipped() or not folder.is_dir():
-            return []
-        try:
-            bundle = _opened(BundlePlace(folder), _stamp(folder), trusted=True)
-        except ConfigError as error:
-            text = f"{error.message}; it came with attndsl, and kernels are compiled as without it"
+        found = shipped_bundle()
+        if found.damaged:
+            text = f"{found.why_not}; it came with attndsl, and kernels are compiled as without it"
             self._warn(text, "install attndsl again")
+        if found.bundle is None:
             return []
-        why = bundle.why_not()
-        LOG.debug("the bundle of attndsl itself: %s", why or folder)
-        return [bundle] if why is None else []
+        if found.why_not is not None:
+            tell_once(f"the kernels that came with attndsl are not used: {found.why_not}")
+            return []
+        return [found.bundle]
 
     def _entry(self, bundle: Bundle, key: str) -> Entry | None:
         """The entry of one bundle, with what loading it needs."""
@@ -153,7 +165,7 @@ class BundledCache:
     def _lay_out(self, bundle: Bundle, name: str) -> None:
         """Put a launcher where Triton looks for it; one of another content is replaced.
 
-        Those that came with this package replace none: one that was made here fits better.
+        Launchers that came with this package replace none: one that was made here fits better.
         """
         if not bundle.has_launcher(name):
             return
@@ -203,6 +215,21 @@ class BundledCache:
             LOG.info("%s", text)
             whole = f"{text} ({hint})" if hint else text
             warnings.warn(whole, CacheWarning, stacklevel=4)
+
+
+def shipped_bundle() -> Shipped:
+    """The bundle that came with this package for this Triton, and whether calls use it."""
+    triton = version_of("triton")
+    folder = SHIPPED / f"triton-{triton}"
+    if not asks_for_shipped():
+        return Shipped(folder, why_not="ATTNDSL_SHIPPED=0")
+    if not folder.is_dir():
+        return Shipped(folder, why_not=f"there is none for Triton {triton}")
+    try:
+        bundle = _opened(BundlePlace(folder), _stamp(folder), trusted=True)
+    except ConfigError as error:
+        return Shipped(folder, None, error.message, damaged=True)
+    return Shipped(folder, bundle, bundle.why_not())
 
 
 def imported_places(folder: Path) -> list[BundlePlace]:

@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
 
+HAS_LAUNCHERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+"""True if this Triton compiles a launcher for each kernel."""
 _FAILED_PASS = "PassManager::run failed"
 """Message of Triton where a pass of its compiler fails."""
 
@@ -102,6 +104,11 @@ def module_of(source: str, path: Path, key: str) -> ModuleType:
     return module
 
 
+def is_module_of(source: str, path: Path) -> bool:
+    """Return True if ``source`` is what Python shows of the module at ``path``, made last."""
+    return "".join(linecache.getlines(str(path))) == source
+
+
 def is_interpreted(function: object) -> bool:
     """Return True if Triton's interpreter runs ``function`` (TRITON_INTERPRET was set)."""
     return not isinstance(function, triton.runtime.JITFunction)
@@ -139,7 +146,10 @@ def compile_kernel(
     def compiled() -> Any:
         with Turn() as source.turn:
             hash_triton().join()
-            return triton.compile(source, target=target, options=options)
+            try:
+                return triton.compile(source, target=target, options=options)
+            finally:
+                source.join()
 
     try:
         kernel = parsing(compiled)
@@ -304,17 +314,46 @@ def _constants(arguments: Sequence[Argument]) -> tuple[object, ...]:
 
 
 class _InTurn:
-    """A kernel's text, whose turn ends once it is read."""
+    """A kernel's text, whose turn ends once it is read.
 
+    Before version 3.7 a C compiler makes the kernel's launcher while Triton lowers the kernel. See
+    M70 in docs/dev/measured.md.
+    """
+
+    name: str
     turn: Turn | None = None
+    _launcher: threading.Thread | None = None
 
     def make_ir(self, *given: Any) -> Any:
-        """Make the IR that Triton lowers, and end the kernel's turn."""
+        """Make the IR that Triton lowers, begin the launcher, and end the kernel's turn."""
         try:
-            return super().make_ir(*given)  # type: ignore[misc]
+            module = super().make_ir(*given)  # type: ignore[misc]
+            if HAS_LAUNCHERS and given[0].backend == "cuda":
+                self._begin_launcher(module.get_tensordesc_metadata())
+            return module
         finally:
             if self.turn is not None:
                 self.turn.end()
+
+    def join(self) -> None:
+        """Wait for the launcher."""
+        if self._launcher is not None:
+            self._launcher.join()
+
+    def _begin_launcher(self, descriptors: object) -> None:
+        """Have a thread make the launcher, whose text depends on nothing else of the kernel."""
+        known = SimpleNamespace(tensordesc_meta=descriptors)
+
+        def make() -> None:
+            # What fails here fails again where the kernel is loaded, and is raised there. Triton
+            # asks for more than is known by now once the launcher is in its cache.
+            with suppress(Exception):
+                triton.runtime.driver.active.launcher_cls(self, known)
+
+        thread = threading.Thread(target=make, name=f"attndsl makes a launcher of {self.name}")
+        with suppress(RuntimeError):  # The system has no more threads.
+            thread.start()
+            self._launcher = thread
 
 
 class _TritonSource(_InTurn, ASTSource):  # type: ignore[misc]

@@ -28,6 +28,7 @@ from .compile import (
     build,
     compile_kernel,
     hash_triton,
+    is_module_of,
     module_of,
     record,
     restore,
@@ -275,7 +276,10 @@ class Modules:
         key = module.key
         entry = self._store.save(key, module.source, module.meta)
         self._executables[key, job.kernel.name, device, ()] = executable
-        return self._keep(key, entry, module.meta)
+        if not is_module_of(entry.source, entry.path):
+            return self._keep(key, entry, module.meta)
+        self._modules[key] = module
+        return module
 
     def _generate(self, job: Job, key: str, machine: Target, device: torch.device) -> _Module:
         """The module for the first tile size that the device has the resources for.
@@ -336,7 +340,7 @@ class Modules:
                 module = self._made(job, config, key, machine)
             self._modules[key] = module
             function = _entry_of(module, job, config)
-            return module, self._executable(module, function, machine, device)
+            return module, self._executable(module, function, machine, device, stored=False)
         finally:
             self._forget(key)
 
@@ -400,8 +404,14 @@ class Modules:
             del self._executables[place]
 
     def _executable(
-        self, module: _Module, what: _Function, machine: Target, device: torch.device
+        self,
+        module: _Module,
+        what: _Function,
+        machine: Target,
+        device: torch.device,
+        stored: bool = True,
     ) -> Executable:
+        """The executable of a function; a new one is ``stored`` with its module."""
         constants = tuple(what.more.values())
         place = (module.key, what.name, device, constants)
         executable = self._executables.get(place)
@@ -425,7 +435,8 @@ class Modules:
             self.built += 1
             if machine.target is not None and (made := record(executable)) is not None:
                 module.meta["compiled"][slot] = made
-                self._store.save(module.key, module.source, module.meta)
+                if stored:
+                    self._store.save(module.key, module.source, module.meta)
         self._executables[place] = executable
         return executable
 

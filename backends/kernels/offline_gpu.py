@@ -29,6 +29,7 @@ from triton.runtime.cache import FileCacheManager
 from attndsl.errors import BackendError
 from attndsl.foundation.logs import LOG
 
+from .compile import HAS_LAUNCHERS
 from .config import SHARED_MEMORY
 from .cubin import local_bytes
 from .target import parse_target
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
     from triton.backends.compiler import GPUTarget
 
-HAS_LAUNCHERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-"""True if this Triton compiles a launcher for each kernel."""
 TARGETS = tuple(name for name in SHARED_MEMORY if name.startswith("cuda:"))
 """GPUs that kernels can be compiled for without them."""
 _MOST_THREADS = 1024

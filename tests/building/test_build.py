@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import shipped_kernels
 import torch
 from support.fork_server import COMMAND, run_python, run_script
 
@@ -57,13 +58,14 @@ class Workplace:
 
     def run(
         self, program: Callable[..., subprocess.CompletedProcess[str]], *arguments: object,
-        cache: str = "cache", bundles: str = "", triton: str = "",
+        cache: str = "cache", bundles: str = "", triton: str = "", shipped: bool = False,
     ) -> str:  # fmt: skip
         """The standard output of a program with these arguments, in a process of its own."""
         environment = os.environ | {
             "ATTNDSL_CACHE_DIR": str(self.folder / cache),
             "ATTNDSL_BUNDLES": bundles,
             "TRITON_CACHE_DIR": str(self.folder / (triton or f"triton-{cache}")),
+            "ATTNDSL_SHIPPED": "1" if shipped else "0",
             "OMP_NUM_THREADS": "1",
         }
         environment.pop("TRITON_INTERPRET", None)
@@ -80,7 +82,8 @@ class Workplace:
     def counted(self, target: str, calls: list[dict], shipped: str = "", **more: str) -> dict:
         """What calls of a fresh process compile; its seconds are printed."""
         given = (target, json.dumps(calls), *filter(None, (shipped,)))
-        found = json.loads(self.run(COUNTED, *given, **more).splitlines()[-1])
+        printed = self.run(COUNTED, *given, shipped=bool(shipped), **more)
+        found = json.loads(printed.splitlines()[-1])
         print(f"{target}, {len(calls)} calls: {found}")
         return found
 
@@ -161,6 +164,8 @@ def test_kernels_that_came_with_the_package_are_found_unasked(place: Workplace) 
     found = place.counted("cuda:80", CALLS[:2], cache="shipped-a", shipped=str(own.parent))
     assert (found["compiled"], found["launchers"]) == (0, 0)
     assert place.errors == ""
+    kept = [path.name for path in (place.folder / "shipped-a").iterdir()]
+    assert len(kept) == 2, "the other text of the program alone, and no kernel"
 
 
 def test_damaged_kernels_that_came_with_the_package_are_made_anew(place: Workplace) -> None:
@@ -171,6 +176,21 @@ def test_damaged_kernels_that_came_with_the_package_are_made_anew(place: Workpla
     found = place.counted("cuda:80", CALLS[:1], cache="shipped-b", shipped=str(own.parent))
     assert found["compiled"] == 1, "the forward alone"
     assert "is not the file that was built" in place.errors
+
+
+def test_the_tool_says_which_bundles_are_for_these_sources(place: Workplace, capsys) -> None:
+    folder = place.folder / "checked"
+    assert shipped_kernels.check(folder) == 1
+    own = folder / "triton-3.6.0"
+    shutil.copytree(place.folder / "bundle", own)
+    assert shipped_kernels.check(folder) == 0
+    manifest = json.loads((own / "bundle.json").read_text())
+    own.with_name("triton-3.9.0").mkdir()
+    stale = json.dumps(manifest | {"fingerprint": "0" * 64})
+    (own.with_name("triton-3.9.0") / "bundle.json").write_text(stale)
+    assert shipped_kernels.check(folder) == 1
+    said = [line.rpartition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["no bundle", "for these sources", "for these sources", "for other sources"]
 
 
 def test_the_counting_counts(place: Workplace) -> None:

@@ -71,6 +71,13 @@ def test_nobody_knows_the_digest_of_what_changed_before_it_was_read(package, cha
     assert len(found) == 64
 
 
+def test_compiled_kernels_that_came_with_the_package_are_no_text(package):
+    before = fingerprint._stamps(fingerprint._ROOTS)
+    (package / "shipped" / "triton-0.1").mkdir(parents=True)
+    (package / "shipped" / "triton-0.1" / "a.py").write_text("x")
+    assert fingerprint._stamps(fingerprint._ROOTS) == before
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_the_digest_of_what_was_imported_stays(package, change):
     before = source_fingerprint()

@@ -21,6 +21,7 @@ from attndsl import cli, settings
 from attndsl.backends.key import KernelKey, version_of
 from attndsl.errors import CacheWarning, ConfigError
 from attndsl.foundation.fingerprint import source_fingerprint
+from attndsl.foundation.logs import tell_once
 from attndsl.runtime import bundle_store, bundles
 from attndsl.runtime.bundle_store import (
     BundledCache,
@@ -580,7 +581,9 @@ def test_an_import_that_was_cut_off_leaves_nothing_that_is_read(
 def shipped(store, folder, tmp_path, monkeypatch) -> Path:
     """The made-up bundle as the one that came with the package, and as no other."""
     monkeypatch.setattr(bundle_store, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setenv("ATTNDSL_SHIPPED", "1")
     monkeypatch.setenv("ATTNDSL_BUNDLES", "")
+    tell_once.cache_clear()
     own = tmp_path / "shipped" / f"triton-{version_of('triton')}"
     own.parent.mkdir()
     folder.rename(own)
@@ -613,16 +616,92 @@ def test_a_bundle_of_the_user_comes_before_the_shipped_one(
     assert store.load(KEY).source == "x = 2\n"
 
 
+def test_what_a_bundle_of_the_user_lacks_is_found_in_the_shipped_one(
+    shipped, store, tmp_path, monkeypatch
+) -> None:
+    write_bundle(tmp_path / "own", {})
+    monkeypatch.setenv("ATTNDSL_BUNDLES", str(tmp_path / "own"))
+    assert store.load(KEY).source == SOURCE
+    write_bundle(tmp_path / "own", {}, triton="0.1")
+    with pytest.warns(CacheWarning, match="does not fit: it is for triton 0.1"):
+        assert store.load(KEY).source == SOURCE
+
+
+def test_an_entry_of_the_cache_comes_before_a_shipped_one(shipped, store) -> None:
+    """Such as that of ``tune``."""
+    store.save(KEY, "x = 2\n", {"about": {"target": "cuda:80"}})
+    assert store.load(KEY).source == "x = 2\n"
+    assert "compiled" not in store.load(KEY).meta
+
+
+def test_processes_share_shipped_kernels_that_nobody_may_write(shipped, tmp_path) -> None:
+    for path in (shipped, *shipped.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    stores = [BundledCache(KernelCache(tmp_path / f"cache-{n}")) for n in range(8)]
+    with ThreadPoolExecutor(len(stores)) as pool:
+        found = list(pool.map(lambda store: store.load(KEY), stores))
+    assert [entry.source for entry in found] == [SOURCE] * len(stores)
+    folder = tmp_path / "tc" / "KEY"
+    assert [path.name for path in folder.iterdir()] == [f"launcher{SUFFIX}"]
+    assert (folder / f"launcher{SUFFIX}").read_bytes() == b"library"
+
+
+def test_commands_say_where_shipped_kernels_are_and_whether_calls_use_them(
+    shipped, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path / "cache"))
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["attndsl", *arguments])
+        with pytest.raises(SystemExit):
+            cli.main()
+        return str(capsys.readouterr().out)
+
+    size = sum(map(len, entry_files().values()))
+    told = f"1 entries, {size} bytes, for cuda:80"
+    assert f"shipped  {told}\n" in run("cache", "stats")
+    assert run("cache", "list") == f"shipped {shipped}: {told}\n"
+    (entry,) = json.loads(run("cache", "list", "--json"))
+    assert (entry["bundle"], entry["target"]) == (str(shipped), "cuda:80")
+    assert f"\n  kernels that came with attndsl: {told}\n" in run("doctor")
+    assert json.loads(run("doctor", "--json"))["cache"]["shipped"] == told
+    write_bundle(shipped, python=".cpython-99-plan9.so", driver=LAUNCHER)
+    assert f"{told}; its launchers are for Python's .cpython-99" in run("cache", "stats")
+    write_bundle(shipped, fingerprint="0" * 64)
+    stale = "not used: it is for attndsl 0.2.0 with other sources than those here"
+    assert f"shipped  {told}; {stale}\n" in run("cache", "stats")
+    assert run("cache", "list") == f"shipped {shipped}: {told}; {stale}\n"
+    monkeypatch.setenv("ATTNDSL_SHIPPED", "0")
+    assert "shipped  not used: ATTNDSL_SHIPPED=0\n" in run("cache", "stats")
+    assert run("cache", "list") == ""
+    monkeypatch.setenv("ATTNDSL_SHIPPED", "1")
+    (shipped / "bundle.json").write_text("{")
+    assert f"shipped  not used: the bundle {shipped} cannot be read: " in run("cache", "stats")
+    shipped.rename(shipped.with_name("triton-0.1"))
+    none = f"not used: there is none for Triton {version_of('triton')}"
+    assert f"shipped  {none}\n" in run("cache", "stats")
+
+
+def test_the_switch_of_shipped_kernels_is_on_or_off(monkeypatch) -> None:
+    monkeypatch.setenv("ATTNDSL_SHIPPED", "nonsense")
+    with pytest.raises(ConfigError, match="ATTNDSL_SHIPPED is 'nonsense'"):
+        settings.asks_for_shipped()
+    monkeypatch.delenv("ATTNDSL_SHIPPED")
+    assert settings.asks_for_shipped()
+
+
 @pytest.mark.parametrize(
     "other", [{"fingerprint": "0" * 64}, {"triton": "0.1"}, {"attndsl": "0.1"}]
 )
-def test_shipped_kernels_of_other_versions_are_passed_over_in_silence(
-    other, shipped, store
+def test_shipped_kernels_of_other_versions_are_passed_over_and_the_log_says_so_once(
+    other, shipped, store, caplog
 ) -> None:
     write_bundle(shipped, **other)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), caplog.at_level("INFO", "attndsl"):
         warnings.simplefilter("error")
         assert store.load(KEY) is None
+        assert store.load("b" * 64) is None
+    assert caplog.text.count("the kernels that came with attndsl are not used: it is for ") == 1
 
 
 def test_shipped_kernels_of_another_triton_are_not_opened(shipped, store) -> None:

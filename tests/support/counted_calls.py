@@ -5,9 +5,9 @@
 ``CALLS`` is a list in JSON. A call has ``text``, ``dtype``, ``q`` and ``k`` (shapes), and may have
 ``captures`` (name -> [shape, dtype]), ``params``, ``options``, ``learned`` (names, or null for no
 backward), ``lse`` and ``backend``. It is made by ``Attention.__call__``, whose backend believes
-that it runs on the GPU. ``SHIPPED`` is the folder of bundles that came with the package. A line of
-JSON says how many kernels Triton compiled (``compiled``), what a C compiler made (``launchers``),
-and what took how many seconds.
+that it runs on the GPU. ``SHIPPED`` is the folder of bundles that came with the package, which
+``ATTNDSL_SHIPPED`` turns off. A line of JSON says how many kernels Triton compiled (``compiled``),
+what a C compiler made (``launchers``), and what took how many seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from attndsl.runtime import bundle_store
 
 def main() -> None:
     target, calls = sys.argv[1], json.loads(sys.argv[2])
-    bundle_store.SHIPPED = Path(sys.argv[3] if len(sys.argv) > 3 else "/nothing")
+    if len(sys.argv) > 3:
+        bundle_store.SHIPPED = Path(sys.argv[3])
     AbsentGPU(target).activate()
     counts = {"compiled": 0, "launchers": 0}
     seconds: dict[str, list[float]] = {"forward": [], "backward": []}

@@ -264,6 +264,50 @@ def test_the_thread_that_compiles_a_kernel_has_its_launcher_made(on_gpu, monkeyp
     assert thread is not threading.current_thread()
 
 
+class Read:
+    """A kernel's text, as Triton reads it."""
+
+    name = "forward"
+
+    def make_ir(self, *given: object) -> object:
+        return SimpleNamespace(get_tensordesc_metadata=lambda: ["descriptor"])
+
+
+class InTurn(compiling._InTurn, Read):
+    """One whose launcher is made meanwhile."""
+
+
+@pytest.mark.parametrize(("old", "kind"), [(True, "cuda"), (True, "hip"), (False, "cuda")])
+def test_old_tritons_make_a_launcher_while_they_lower_the_kernel(monkeypatch, old, kind):
+    lowered, made = threading.Event(), []
+
+    def launcher(source, metadata):
+        assert lowered.wait(SECONDS)
+        made.append((source, metadata.tensordesc_meta))
+        raise AttributeError("more is not known")
+
+    driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher))
+    monkeypatch.setattr(compiling.triton.runtime, "driver", driver)
+    monkeypatch.setattr(compiling, "HAS_LAUNCHERS", old)
+    source = InTurn()
+    assert source.make_ir(SimpleNamespace(backend=kind)).get_tensordesc_metadata()
+    assert made == []
+    lowered.set()
+    source.join()
+    assert made == ([(source, ["descriptor"])] if old and kind == "cuda" else [])
+
+
+def test_without_threads_a_launcher_is_made_later(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(compiling, "HAS_LAUNCHERS", True)
+    source = InTurn()
+    assert source.make_ir(SimpleNamespace(backend="cuda")) is not None
+    source.join()
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_hears_of_long_ones(monkeypatch, terminal):
     stream = io.StringIO()

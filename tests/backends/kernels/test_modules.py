@@ -48,6 +48,38 @@ def test_an_interrupted_compilation_leaves_no_kernel(own_cache, monkeypatch):
     assert torch.equal(attend(), small)
 
 
+def test_a_text_is_run_once_unless_another_tile_size_came_after_it(own_cache, monkeypatch):
+    run, build, made = modules.module_of, modules.build, []
+
+    def counting(source, path, key):
+        made.append(path)
+        return run(source, path, key)
+
+    monkeypatch.setattr(modules, "module_of", counting)
+    attend()
+    assert len(made) == 1
+    CACHES.invalidate(Reason.BACKENDS)
+    for path in own_cache.glob("*"):
+        path.unlink()
+
+    def spilling(function, arguments, configs, *rest, **options):
+        found = build(function, arguments, configs, *rest, **options)
+        return Spilling(found.kernel, found.config, found.interpreted, found.constants)
+
+    monkeypatch.setattr(modules, "build", spilling)
+    made.clear()
+    attend()
+    assert made == [made[0]] * 3, "two tile sizes, and the better one again"
+
+
+class Spilling(compiling.Executable):
+    """An executable that spills, the more the later it is tried."""
+
+    @property
+    def spills(self) -> int:
+        return 9999 + (self.config == CONFIGS[1])
+
+
 @pytest.mark.parametrize("message", ["PassManager::run failed", "device lost"])
 def test_a_pass_that_fails_costs_a_tile_size(monkeypatch, message):
     configs = (Config(128, 64, 4, 3), Config(32, 32, 4, 1))
