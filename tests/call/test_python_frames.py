@@ -14,8 +14,8 @@ from attndsl.pipeline import lower
 from attndsl.source import Source
 
 FRAMES = {"forward": 10, "recorded": 14, "backward": 20, "step": 11}
-"""Most frames of a call on Hopper, in Python 3.11. Without a GPU a backward launches three kernels, and
-no graph of them."""
+"""Most frames of a call on Hopper, in Python 3.11. Without a GPU a backward launches three kernels,
+and no graph of them."""
 
 
 def frames_of(run):
