@@ -49,6 +49,7 @@ class Op(enum.Enum):
     SCORE = "score"  # the incoming score -> FLOAT
     LOAD = "load"  # value: a name in Program.tensors; args: one INT index a dim -> its dtype
     DOT = "dot"  # value and args: see :func:`contraction` -> FLOAT
+    IN = "in"  # value: an INT tensor; args: an INT, one INT index a dim but the last -> BOOL
     ADD = "+"  # N, N -> N
     SUB = "-"  # N, N -> N
     MUL = "*"  # N, N -> N
@@ -231,6 +232,18 @@ def contraction(left: Side, right: Side, span: Span | None = None) -> Node:
     return node(Op.DOT, *left.indices, *right.indices, value=value, span=span)
 
 
+def member(element: Node, name: str, *indices: Node, span: Span | None = None) -> Node:
+    """True where a row of a captured tensor of ints has an element that equals ``element``.
+
+    Args:
+        element: An int.
+        name: The tensor.
+        *indices: The row: one int for each dim but the last.
+        span: Where it was written.
+    """
+    return node(Op.IN, element, *indices, value=name, span=span)
+
+
 def sides(item: Node) -> tuple[Side, Side]:
     """The two rows of a DOT."""
     (left, count), (right, _) = (part.split("/") for part in str(item.value).split(", "))
@@ -268,10 +281,10 @@ def _type_of(op: Op, types: tuple[DType, ...], dtype: DType | None) -> DType:
         return DType.INT
     if op is Op.SCORE:
         return DType.FLOAT
-    if op is Op.DOT:
+    if op in (Op.DOT, Op.IN):
         if any(t is not DType.INT for t in types):
-            raise TypeError(f"DOT needs int indices, has {types}")
-        return DType.FLOAT
+            raise TypeError(f"{op.name} needs int indices, has {types}")
+        return DType.FLOAT if op is Op.DOT else DType.BOOL
     if op in (Op.PARAM, Op.LOAD):
         if dtype is None or any(t is not DType.INT for t in types):
             raise TypeError(f"{op.name} needs a dtype and int indices, has {types}")
@@ -407,7 +420,7 @@ def reads_score(root: Node | None) -> bool:
 def leaf_names(root: Node | None) -> frozenset[str]:
     """Names of the tensors and params that an expression mentions; none where there is none."""
     found = () if root is None else toposort(root)
-    names = {str(item.value) for item in found if item.op in (Op.LOAD, Op.PARAM)}
+    names = {str(item.value) for item in found if item.op in (Op.LOAD, Op.PARAM, Op.IN)}
     return frozenset(names).union(
         side.name for item in found if item.op is Op.DOT for side in sides(item)
     )
@@ -496,13 +509,16 @@ class Program:
     entries: Entries = NO_ENTRIES
     products: tuple[Node, ...] = field(init=False, compare=False, repr=False)
     """All ``DOT``, found once: graphs of torch.compile guard each node that a trace meets."""
+    lists: tuple[Node, ...] = field(init=False, compare=False, repr=False)
+    """All ``IN``, found once, operands first."""
     bounded: bool = field(init=False, compare=False, repr=False)
     """True if tensors bound which keys a row sees, as :func:`bounds_keys` says, found once. What is
     not finite then stays with the pairs that take part."""
 
     def __post_init__(self) -> None:
-        found = tuple(item for item in toposort(*self.roots()) if item.op is Op.DOT)
-        object.__setattr__(self, "products", found)
+        items = toposort(*self.roots())
+        for name, op in (("products", Op.DOT), ("lists", Op.IN)):
+            object.__setattr__(self, name, tuple(item for item in items if item.op is op))
         object.__setattr__(self, "bounded", bounds_keys(self.mask))
 
     def captures(self) -> tuple[ParamDecl | TensorDecl, ...]:

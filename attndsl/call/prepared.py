@@ -91,6 +91,7 @@ class PreparedCall:
         "kv_len",
         "launches",
         "lowered",
+        "maps",
         "marks",
         "name",
         "needs",
@@ -121,7 +122,7 @@ class PreparedCall:
         self.declared = declared = program.lowered.program
         self.name, self.request, self.source = program.name, program._request, program._source
         self.as_given, self.needs = as_given, needs
-        self.backend, self.lowered, _, self.terms = found
+        self.backend, self.lowered, _, self.terms, self.maps = found
         self.marks = _marks_entries(found)
         self.tensors = tuple(d.name for d in declared.tensors)
         self.params = tuple((d.name, d.default) for d in declared.params)
@@ -151,6 +152,7 @@ class PreparedCall:
             self.backend.binds
             and as_given
             and declared.dropout is None
+            and self.maps is None
             and not (call.part is not None and call.part.counted)
             and is_bindable(options, self.terms, self.marks)
         )
@@ -182,6 +184,11 @@ class PreparedCall:
             marks = is_forward and self._marks_now(call)
             call = check_values(self.declared, call, self.needs, marks)
         return call
+
+    def _for_backend(self, call: Call) -> Call:
+        if self.maps is not None:
+            call = self.maps.applied(call)
+        return call if self.terms is None else self.terms.applied(call)
 
     def _marks_now(self, call: Call) -> bool:
         """Return True if results of ``call`` tell of wrong numbers, as only a forward's do."""
@@ -236,8 +243,7 @@ class PreparedCall:
             backend, call = self.backend, whole
             if modes_on():
                 backend = seen_by_modes(backend, self.request, whole)
-            if self.terms is not None:
-                call = self.terms.applied(whole)
+            call = self._for_backend(whole)
             has_lse = bool(options.get("return_lse"))
             if has_lse:
                 check_has_lse(self.declared)
@@ -289,7 +295,7 @@ class PreparedCall:
             check_results(self.declared, whole, results)
             check_room("room", room, whole.q.shape, whole.q.dtype, whole.q.device)
             wants = wants_for(whole, asked)
-            call = whole if self.terms is None else self.terms.applied(whole)
+            call = self._for_backend(whole)
             call = call._replace(tiles=given_tiles(self.lowered, call, tiles), room=room)
             if self.lowered.program.dropout is not None:
                 check_probability(self.lowered.program.dropout, call)
@@ -393,5 +399,5 @@ def check_has_lse(program: Any) -> None:
 
 def _marks_entries(found: Dispatched) -> bool:
     """Return True if results tell of wrong numbers; False on CPUs, where checks need no wait."""
-    backend, lowered, call, terms = found
+    backend, lowered, call, terms, _ = found
     return terms is not None and call.q.is_cuda and backend.marks_entries(lowered, call)

@@ -15,6 +15,7 @@ from attndsl.runtime.program_store import pointing_into
 from .bind import bind
 from .dispatch import backend_of, get_backend, tell_choice
 from .dispatch_modes import ThroughOperators
+from .list_maps import maps_of
 from .optional_captures import sizes_of_operands
 from .options import NAMES, options_in
 from .sub_calls import terms_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from .attention_base import Compiled
+    from .list_maps import ListMaps
     from .sub_calls import Terms
 
 
@@ -65,6 +67,8 @@ class Dispatched(NamedTuple):
     call: Call
     terms: Terms | None
     """Rules that put the call into these terms; None for a call that is no part."""
+    maps: ListMaps | None
+    """Maps in place of the call's lists, which come first; None if it has none."""
 
 
 def dispatched(program: Compiled, call: Call) -> Dispatched:
@@ -75,12 +79,15 @@ def dispatched(program: Compiled, call: Call) -> Dispatched:
     """
     given = call
     lowered, terms = program.lowered, None
+    maps = maps_of(lowered, call)
+    if maps is not None:
+        lowered, call = maps.lowered, maps.applied(call)
     if call.part is not None:
         terms = terms_of(lowered, call)
         lowered, call = terms.lowered, terms.applied(call)
     if not has_data(call.q):  # Operators know shapes, and backends values.
         operators = ThroughOperators(get_backend("reference"), program._request, given)
-        return Dispatched(operators, lowered, call, terms)
+        return Dispatched(operators, lowered, call, terms, maps)
     backend, reason = backend_of(
         lowered, program.backend, call.q.device, program._checked, call.q.dtype
     )
@@ -94,4 +101,4 @@ def dispatched(program: Compiled, call: Call) -> Dispatched:
             "torch.jit.trace would record the operations of these lengths, and be wrong at others",
             hint=EXPORT,
         )
-    return Dispatched(backend, lowered, call, terms)
+    return Dispatched(backend, lowered, call, terms, maps)

@@ -18,6 +18,7 @@ from attndsl.settings import asks_to_verify
 
 from .argument_checks import is_deterministic
 from .call_slice import has_rows, plain_int
+from .list_maps import names_in_lists
 from .options import IN_KEY, InKey
 from .value_checks import dims_key, params_of_dims
 
@@ -44,7 +45,10 @@ class Facts(NamedTuple):
     """Facts about a program that say what the signatures of its calls have to hold."""
 
     dims: tuple[str, ...]
-    """Params on whose values declared dims depend."""
+    """Params on whose values declared dims depend, or which lists of keys are looked through for.
+    """
+    placed: tuple[str, ...]
+    """Offsets on whose values those lists depend."""
     by_token: bool
     """True if the program reads ``token`` or ``tokens``, which positions tell apart."""
     by_row: bool
@@ -61,8 +65,10 @@ class Facts(NamedTuple):
 
 def facts_of(program: Program, backend: str, checked: bool, warns: bool) -> Facts:
     """The facts about a program that runs on ``backend``, as it was asked for."""
+    params, placed = names_in_lists(program)
     return Facts(
-        params_of_dims(program), program.by_token, program.by_token or has_rows(program),
+        (*params_of_dims(program), *params), placed, program.by_token,
+        program.by_token or has_rows(program),
         backend in ("auto", "cpu") and not checked
         and not (program.tensors or program.params or program.by_token),
         program.dropout is not None, warns,
@@ -93,8 +99,9 @@ def signature_of_call(
     if facts.draws and options.get("seed") is None:
         # A seed that a CUDA graph draws is a tensor.
         parts.append(q.is_cuda and torch.cuda.is_current_stream_capturing())
-    if by_value:
-        parts += [_value_of(options.get(name)) for name in ("q_offset", "kv_offset")]
+    placed = ("q_offset", "kv_offset") if by_value else facts.placed
+    if placed:
+        parts += [_value_of(options.get(name)) for name in placed]
     if facts.any_length and plain and q.is_cpu and not _needs_each_length(facts, k, v, options):
         return (
             ANY_LENGTH, q.shape, q.stride(), q.dtype, q.device, deterministic, k.shape[:2],

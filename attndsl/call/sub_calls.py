@@ -30,6 +30,8 @@ from attndsl.passes.sub_program import (
 from attndsl.pipeline import lower_program
 
 from .call_slice import is_by_entry
+from .list_maps import with_maps
+from .remade_programs import remade
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -331,6 +333,7 @@ def terms_of(lowered: Lowered, call: Call) -> Terms:
     """
     part = call.part
     assert part is not None
+    assert not lowered.program.lists, "lists are maps here: see list_maps"
     own = own_sizes(call)
     _check_probability(lowered.program, part)
     changes = _changes(lowered, call, part, own)
@@ -382,6 +385,7 @@ _CAPTURES = {
 
 def localised(lowered: Lowered, call: Call) -> tuple[Lowered, Call]:
     """A program and a call of it as backends get them; see :func:`terms_of`."""
+    lowered, call = with_maps(lowered, call)
     if call.part is None:
         return lowered, call
     terms = terms_of(lowered, call)
@@ -471,12 +475,11 @@ def _draws(call: Call, part: Part, changes: Changes) -> tuple[Draws, tuple[bool,
     return draws, (by_offset[0], by_offset[1])
 
 
-@memoised("programs of parts of calls", 256)
 def _localised(program: Program, changes: Changes) -> tuple[Lowered | None, Localised]:
     found = localised_program(program, changes)
     return (None if found.program == program else lower_program(found.program)), found
 
 
 def _lowered(lowered: Lowered, changes: Changes) -> tuple[Lowered, Localised]:
-    moved, found = _localised(lowered.written, changes)
+    moved, found = remade(_localised, lowered.written, changes)
     return (lowered if moved is None else moved), found

@@ -240,6 +240,8 @@ def _called(
     head = heading(what)
     # Whoever listens is told what runs a call.
     is_plain = head.plain and not (ints[0] or ints[1]) and not LOG.isEnabledFor(logging.INFO)
+    # Maps of lists are made of their elements at each call.
+    is_plain = is_plain and not lowered_program(head.spec).program.lists
     if not is_plain:
         found = _found_out(unpacked(tensors, what, ints, floats))
         return found, found.call

@@ -43,6 +43,10 @@ _WORDS = {
     "and": ("x and y", "Whether both conditions hold."),
     "or": ("x or y", "Whether one of two conditions holds."),
     "not": ("not x", "Whether a condition does not hold."),
+    "in": (
+        "x in t[i, :]",
+        "True if a row of a tensor of ints has an element `x`: `kv // 64 in chosen[b, hkv, q, :]`.",
+    ),
     "none": ("= none", "Behind a param or a tensor: calls may leave it out."),
     "mask": ("mask = CONDITION", "Whether the pair takes part. Several lines mean `and`."),
     "sink": ("sink = NUMBER", "A logit that is added to the denominator of each row alone."),

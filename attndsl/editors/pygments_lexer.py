@@ -22,7 +22,7 @@ from attndsl.frontend.vocabulary import Kind, tokens
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_WORD_OPERATORS = frozenset({"and", "or", "not"})
+_WORD_OPERATORS = frozenset({"and", "or", "not", "in"})
 _PUNCTUATION = frozenset("()[],:;")
 _TYPES = {
     Kind.COMMENT: Comment.Single,

@@ -21,7 +21,15 @@ from attndsl.errors import (
 )
 from attndsl.ir import DType, Node, TensorDecl
 
-from . import absent_names, builtin_functions, contraction, hints, misspellings, promotion
+from . import (
+    absent_names,
+    builtin_functions,
+    contraction,
+    hints,
+    membership,
+    misspellings,
+    promotion,
+)
 from . import surface as s
 from .absent_names import Gone, OperandPlace, Part, RemainingOperands
 from .keyword_arguments import parameters_of, refuse_keywords
@@ -38,6 +46,7 @@ if TYPE_CHECKING:
 Value = Part | TensorDecl
 """The meaning of a name; a tensor may only be indexed or handed to a function."""
 
+_MEMBER = ("in", "not in")
 _DECIDED_BY = {"and": False, "or": True}
 """The left operand that decides alone."""
 
@@ -293,6 +302,8 @@ class Inliner:
                      "|": "write 'or', or parentheses where bits are meant",
                      "^": "write parentheses where bits are meant"}[operand.op],
                 )  # fmt: skip
+        if expr.ops[0] in _MEMBER:
+            return self._member(expr)
         nodes = [self.part(operand) for operand in expr.operands]
         result: Part | None = None
         here = self._here(expr.span)
@@ -306,6 +317,24 @@ class Inliner:
                 link = absent_names.conjunction(result, link, (expr.span, expr.span), here)
             result = link
         return result
+
+    def _member(self, expr: s.Compare) -> Part | None:
+        element, row = expr.operands
+        assert isinstance(row, s.Index)
+        if not row.indices or not isinstance(row.indices[-1], s.Whole):
+            raise RankError(
+                f"'in' looks through a row, and this is one element of '{row.name}'",
+                row.span,
+                f"write ':' for the last index: {row.name}[..., :]",
+            )
+        value, found = self.part(element), self._lookup(row, row.indices[:-1])
+        lacking = [x for x in (value, found) if isinstance(x, Gone | RemainingOperands)]
+        if lacking:
+            return absent_names.through(lacking, self._here(expr.span), numbers=False)
+        if not isinstance(value, Node) or not isinstance(found, tuple):
+            return None
+        result = membership.contains(value, found, (element.span, row.span), expr.span)
+        return result if expr.ops[0] == "in" else ir.node(ir.Op.NOT, result, span=expr.span)
 
     def _index(self, expr: s.Index) -> Part | None:
         found = self._lookup(expr, expr.indices)

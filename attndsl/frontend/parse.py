@@ -47,6 +47,7 @@ _KEYWORDS = {
     "lambda": f"write 'def NAME(x) = ...'; {hints.TRACE}",
     "import": 'write import "FILE.attn" in a line of its own, with a file beside this one',
 }
+_IN = ("NOT", "IN")
 _PARTS = re.compile(r"(\w+)\.(\w+)$")
 _SHORT = 120
 """Characters of a statement whose tree is kept. A thousand usual trees take 5 MB, dense ones 40."""
@@ -256,6 +257,8 @@ class _Builder:
         if kind == "compare":
             ops = tuple(str(c) for c in children if hasattr(c, "start_pos"))
             return s.Compare(ops, tuple(parts), parts[0].span.to(parts[-1].span))
+        if kind == "member":
+            return self._member(children, parts)
         if kind == "ternary":
             return s.Ternary(parts[1], parts[0], parts[2], parts[0].span.to(parts[2].span))
         if kind == "group":
@@ -267,6 +270,16 @@ class _Builder:
         if kind == "index":
             return s.Index(str(children[0]), tuple(parts), start.to(end))
         return s.FunctionCall(str(children[0]), *_by_name(parts, start.to(end)))
+
+    def _member(self, children: list[Any], parts: list[Any]) -> s.Compare:
+        """``x in t[i, :]``, a comparison whose second operand is a row of a tensor."""
+        element, *places = parts
+        name = next(child for child in children if getattr(child, "type", None) == "NAME")
+        op = " ".join(str(child) for child in children if getattr(child, "type", None) in _IN)
+        start = self.span(name)
+        end = self._closed(places[-1].span if places else start, "]")
+        row = s.Index(str(name), tuple(places), start.to(end))
+        return s.Compare((op,), (element, row), element.span.to(row.span))
 
     def _closed(self, inner: Span, bracket: str, back: str = "") -> Span:
         """``inner`` widened to the bracket that closes it (and to the one that opens it)."""

@@ -23,7 +23,9 @@ ALWAYS = frozenset({*ir.VARS, *ir.SIZES, ir.TOKEN, ir.TOKENS, *CONSTANTS, "score
 """Names that stand for a value. A line may say what ``score`` is; none of the others is bound."""
 TARGETS = frozenset({"mask", "score", "sink", "weights"})
 """Parts of the program that a statement sets, rather than a name of its own."""
-WORDS = frozenset({"import", "param", "tensor", "def", "if", "else", "and", "or", "not", "none"})
+WORDS = frozenset(
+    {"import", "param", "tensor", "def", "if", "else", "and", "or", "not", "in", "none"}
+)
 """Names that the grammar has for itself."""
 
 

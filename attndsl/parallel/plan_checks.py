@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.errors import ArgumentError, ShapeError
+from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
 from attndsl.foundation.scalars import as_int
 
 from .cp_call import Sharded
@@ -32,6 +32,7 @@ def program_of(given: Any) -> ShardedProgram:
 
     Raises:
         ArgumentError: Something else.
+        UnsupportedError: A program with lists of keys.
     """
     found: Any = given.attention if isinstance(given, Sharded) else given
     kind = type(found)
@@ -41,6 +42,12 @@ def program_of(given: Any) -> ShardedProgram:
             hint="pass compiled programs: attndsl.compile(...), or one of cp(attn)",
         )
     program: ShardedProgram = found
+    if lists := program.lowered.program.lists:
+        raise UnsupportedError(
+            f"{program.name} looks for keys in a list, which context parallelism does not read",
+            lists[0].span,
+            "call the program itself, on the whole sequence",
+        )
     return program
 
 

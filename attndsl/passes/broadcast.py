@@ -60,6 +60,7 @@ def with_ones(program: Program, ones: Collection[tuple[str, int]]) -> Program:
 
 
 def fixed_dims(program: Program) -> frozenset[tuple[str, int]]:
-    """Dims that never have size 1 in place of another: those read as rows of ``dot``."""
+    """Dims that never have size 1 in place of another: rows of ``dot`` and of ``in``."""
     rows = (side for item in program.products for side in sides(item))
-    return frozenset((side.name, len(side.indices)) for side in rows)
+    found = {(side.name, len(side.indices)) for side in rows}
+    return frozenset(found | {(str(x.value), len(x.args) - 1) for x in program.lists})

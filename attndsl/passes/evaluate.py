@@ -93,6 +93,11 @@ def _value(item: Node, args: list[Value], environment: Environment) -> Value:
             environment.row(right.name, places[first:]),
         )
         return math.fsum(a * b for a, b in zip(*rows, strict=True))
+    if item.op is Op.IN:
+        if environment.row is None:
+            raise KeyError(item.value)
+        element, *indices = (int(a) for a in args)
+        return element in environment.row(str(item.value), tuple(indices))
     return apply(item, args)
 
 

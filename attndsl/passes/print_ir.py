@@ -184,6 +184,9 @@ class _Printer:
             return self.names.get(str(item.value), str(item.value)), _ATOM
         if op is Op.LOAD:
             return f"{item.value}[{', '.join(self.texts[a][0] for a in args)}]", _ATOM
+        if op is Op.IN:
+            row = ", ".join([*(self.texts[a][0] for a in args[1:]), ":"])
+            return f"{self._at(args[0], _BIT_OR)} in {item.value}[{row}]", _COMPARE
         if op is Op.DOT:
             rows = [
                 f"{side.name}[{', '.join([*(self.texts[a][0] for a in side.indices), ':'])}]"

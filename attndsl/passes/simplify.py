@@ -97,7 +97,7 @@ def _fold(item: Node) -> Node | None:
     """Constants by evaluation."""
     if (
         not item.args
-        or item.op in (Op.LOAD, Op.DOT)
+        or item.op in (Op.LOAD, Op.DOT, Op.IN)
         or any(a.op is not Op.CONST for a in item.args)
     ):
         return None

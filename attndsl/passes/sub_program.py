@@ -272,6 +272,9 @@ def places_of(item: Node) -> Iterator[tuple[int, str, int]]:
     if item.op is Op.LOAD:
         for place in range(len(item.args)):
             yield place, str(item.value), place
+    elif item.op is Op.IN:
+        for place in range(1, len(item.args)):
+            yield place, str(item.value), place - 1
     elif item.op is Op.DOT:
         left, right = sides(item)
         for place in range(len(left.indices)):

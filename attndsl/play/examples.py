@@ -147,7 +147,7 @@ mask = noised or crossing or clean
 """,
 }
 
-_STATEMENTS = ("param", "tensor", "def", "import", "and", "or", "not", "if", "else")
+_STATEMENTS = ("param", "tensor", "def", "import", "and", "or", "not", "in", "if", "else")
 _PARTS = ("mask", "sink", "weights", "softmax", "dropout", "dot")
 _DEFINITION = re.compile(r"((?:^#[^\n]*\n)*)^def (\w+)", re.MULTILINE)
 

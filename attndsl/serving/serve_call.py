@@ -286,6 +286,8 @@ class Serving(Compiled):
         # None of 0 queries, and capacities that are not known.
         if self._backend != READS_PAGES or not (most and step.q.shape[0] * cache.batch):
             return None
+        if self._lowered.program.lists:
+            return None
         chunked = prepared_chunks(self._lowered, self.name, step, given)
         if chunked is not None:
             most = MOST_FEW
@@ -294,7 +296,7 @@ class Serving(Compiled):
         # Such a call tells sizes. What is read are the pages.
         operands = step.stand_ins(cache.batch, most)
         call = self._call_of_run(operands, step, run, given, step.wide)
-        backend, lowered, own, terms = dispatched(self, call)
+        backend, lowered, own, terms, _ = dispatched(self, call)
         if not isinstance(backend, ReadsPages):
             return None
         reason = backend.why_not_pages(lowered, own, pages_of(step, ()))

@@ -16,7 +16,7 @@ from attndsl.frontend.vocabulary import Kind, kinds, terminals, tokens
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
-WORDS = ("import", "param", "tensor", "def", "if", "else", "and", "or", "not", "none")
+WORDS = ("import", "param", "tensor", "def", "if", "else", "and", "or", "not", "in", "none")
 
 
 def test_terminals_are_those_that_the_parser_has():

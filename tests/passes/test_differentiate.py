@@ -26,6 +26,7 @@ def _yields_floats(op: Op) -> bool:
         *ir.LEAVES,
         Op.LOAD,
         Op.DOT,
+        Op.IN,
         Op.WHERE,
     )
 

@@ -42,7 +42,7 @@ def relaxed(mask: Node, unknown: Collection[str]) -> Node:
     """
     hidden: set[Node] = set()
     for item in toposort(mask):
-        is_leaf = item.op in (Op.LOAD, Op.SCORE, Op.DOT)
+        is_leaf = item.op in (Op.LOAD, Op.SCORE, Op.DOT, Op.IN)
         if is_leaf or (item.op is Op.PARAM and item.value in unknown) or hidden & {*item.args}:
             hidden.add(item)
     return simplify_node(_bound(mask, True, lambda item: item not in hidden))
