@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 _MISSING: Any = object()
 _FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 """Arguments in which callers of FlashAttention say where packed sequences begin."""
-_CHOSEN = ("indices", "block_indices")
-"""Arguments in which models say which keys their indexer chose, to all but transformers' own
-attentions."""
 
 
 class ModelCall(NamedTuple):
@@ -90,6 +87,7 @@ def captures_of(own: Own | None, module: torch.nn.Module, options: Mapping[str, 
         "cap": options.get("softcap"), "logit": sink, "bias": options.get("position_bias"),
         "p": options.get("dropout") or None,
     }  # fmt: skip
+    asked |= _chosen_keys(module, options)
     given = {f"{PREFIX}{name}": value for name, value in asked.items() if value is not None}
     if sink is not None and sink.dim() != 1:
         raise UnsupportedError(
@@ -126,6 +124,20 @@ def captures_of(own: Own | None, module: torch.nn.Module, options: Mapping[str, 
     return given
 
 
+def _chosen_keys(module: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that the model's indexer chose, which models tell all but transformers' attentions."""
+    chosen, blocks = options.get("indices"), options.get("block_indices")
+    if blocks is None:
+        return {"chosen": chosen}
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if not isinstance(size, int):
+        raise UnsupportedError(
+            "the model's indexer chose blocks of keys, and says nowhere how many keys they have",
+            hint=_instead(module),
+        )
+    return {"chosen": chosen, "blocks": blocks, "size": size}
+
+
 def has_default(own: Own, name: str) -> bool:
     """Return True if the program gives the param ``name`` a default number."""
     return any(x.name == name and x.default is not None for x in own.program.lowered.program.params)
@@ -144,11 +156,6 @@ def check_options(
         raise UnsupportedError(
             f"packed sequences are given by {flat}",
             hint="pass position_ids that begin at 0 in each sequence, and no attention_mask",
-        )
-    if any(options.get(name) is not None for name in _CHOSEN):
-        raise UnsupportedError(
-            "the model's indexer chose keys for each query, and no mask says which",
-            hint=_instead(module),
         )
     if query.dim() != 4:
         raise UnsupportedError(
@@ -251,8 +258,8 @@ def located(mask: Mask, captures: dict[str, Any]) -> dict[str, Any]:
     """Offsets and lengths of a call; ``captures`` gets the offsets that its tensors count from."""
     location: dict[str, Any] = {}
     for name, offset, captured, readers in (
-        ("q_offset", mask.q_offset, "q0", ("bias",)),
-        ("kv_offset", mask.kv_offset, "k0", ("bias", "pad")),
+        ("q_offset", mask.q_offset, "q0", ("bias", "chosen", "blocks")),
+        ("kv_offset", mask.kv_offset, "k0", ("bias", "pad", "chosen", "blocks")),
     ):
         if isinstance(offset, torch.Tensor) or offset != 0:
             location[name] = offset

@@ -6,6 +6,7 @@ Where a mask is made outside of graphs, its function is traced at once. Within a
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -58,32 +59,50 @@ class Mask:
     kv_offset: Offset = 0
     lengths: tuple[int, int] | None = None
     """Numbers of rows and keys of the whole sequence, where the user's program reads them."""
+    alone: Attention | None = None
+    """The composed program without the user's; None within graphs."""
+    made_on: torch.device | None = None
 
     @property
     def ndim(self) -> int:
         """Number of dims, as of a mask of all pairs."""
         return len(self.shape)
 
-    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Mask:
+    def __getitem__(self, index: tuple[slice | int, ...]) -> Mask | torch.Tensor:
         """The mask of some of the rows, ``mask[:, :, -1:, :]``, as Gemma 4 takes it.
 
+        Or all pairs as an array, ``mask[:, 0, :, :]``, for indexers that choose keys, as
+        DeepSeek V3.2 has them: bool (batch, queries, keys), True for pairs that take part.
+
         Raises:
-            UnsupportedError: Anything but rows that lie one behind the other.
+            UnsupportedError: Anything but rows that lie one behind the other; an array in a graph.
         """
         parts = index if isinstance(index, tuple) else ()
+        if parts == (slice(None), 0, slice(None), slice(None)) and self.alone is not None:
+            return self._pairs(self.alone)
         plain = len(parts) == len(self.shape) and all(isinstance(x, slice) for x in parts)
         if not plain or any(x != slice(None) for x in (*parts[:2], parts[3])):
             raise NotAnArrayError(
                 "the model takes a part of its mask, as if it were an array of all pairs"
             )
         batch, heads, count, keys = self.shape
-        rows = range(count)[parts[2]]
+        rows: Any = range(count)[parts[2]]
         if rows.step != 1 or not rows:
             raise NotAnArrayError(f"the model takes rows {parts[2]} of its mask")
         return Mask(
             (batch, heads, len(rows), keys), self.attention, self.function, self.captures,
-            self.q_offset + rows.start, self.kv_offset, self.lengths,
+            self.q_offset + rows.start, self.kv_offset, self.lengths, self.alone, self.made_on,
         )  # fmt: skip
+
+    def _pairs(self, program: Attention) -> torch.Tensor:
+        batch, _, rows, keys = self.shape
+        captures = dict(self.captures)
+        if f"{PREFIX}pad" in captures and not _is_zero(self.kv_offset):
+            captures[f"{PREFIX}k0"] = self.kv_offset
+        how: dict[str, Any] = {"q_offset": self.q_offset, "kv_offset": self.kv_offset}
+        how |= {"device": self.made_on, "max_bytes": sys.maxsize}
+        found = program.mask(rows, keys, batch, 1, captures=captures, **how)
+        return found[:, 0]
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotAnArrayError(
@@ -156,7 +175,9 @@ def make_mask(own: Own | None, asked: MaskArguments, function: Callable[..., Any
     lengths = _whole_lengths(asked) if own is not None and own.reads_lengths else None
     pad = None if asked.padding is None else _padding_of_keys(asked, asked.padding)
     captures: dict[str, Any] = {} if pad is None else {f"{PREFIX}pad": pad}
-    q_offset, kv_offset = (_kept_offset(offset, asked) for offset in offsets)
+    q_offset = _kept_offset(asked.q_offset, asked)
+    # Most caches begin with the first key. Lists of keys need that as a number.
+    kv_offset = 0 if _is_zero(asked.kv_offset) else _kept_offset(asked.kv_offset, asked)
     shape = (asked.batch, 1, asked.rows, asked.keys)
     mask = Mask(shape, None, function, captures, q_offset, kv_offset, lengths)
     return _traced(own, mask, asked.device, (*offsets, pad))
@@ -190,8 +211,12 @@ def _traced(own: Own | None, mask: Mask, device: torch.device, given: tuple[obje
     named = {f"{MASK_PREFIX}{name}": value for name, value in traced.captures.items()}
     return Mask(
         mask.shape, composed(own, traced.text), mask.function, {**mask.captures, **named},
-        mask.q_offset, mask.kv_offset, mask.lengths,
+        mask.q_offset, mask.kv_offset, mask.lengths, composed(None, traced.text), device,
     )  # fmt: skip
+
+
+def _is_zero(offset: Offset) -> bool:
+    return not isinstance(offset, torch.Tensor) and offset == 0
 
 
 def _whole_lengths(asked: MaskArguments) -> tuple[int, int] | None:

@@ -28,15 +28,21 @@ tensor bias[batch, heads, bias_rows, bias_keys]: float = none
 tensor pad[batch, pad_keys]: bool = none
 tensor live[batch, heads, live_rows, live_keys]: bool = none
 tensor added[batch, heads, added_rows, added_keys]: float = none
+tensor chosen[batch, chosen_rows, most_keys]: int = none
+tensor blocks[batch, kv_heads, block_rows, most_blocks]: int = none
+param size: int = 64
 row = q - q0 if given(q0) else q
 column = kv - k0 if given(k0) else kv
 mask = pad[b, column]
 mask = live[b, h, row, column]
+mask = column in chosen[b, row, :]
+mask = column // size in blocks[b, hkv, row, :]
 score = softcap(score, cap)
 score = score + bias[b, h, row, column]
 score = score + added[b, h, row, column]
 """
-"""``q0`` and ``k0`` are the positions of the first row and key where tensors count from them."""
+"""``q0`` and ``k0`` are the positions of the first row and key where tensors count from them.
+``chosen`` and ``blocks`` are keys, and blocks of ``size`` keys, that a model's indexer chose."""
 _SINK = "tensor logit[heads]: float = none\nsink = logit[h]\n"
 _DROPOUT = "param p: float = none\nweights = dropout(softmax(score), p)\n"
 

@@ -46,15 +46,51 @@ def test_some_rows_within_a_graph():
     close(compiled(**given).logits, eager(**given).logits)
 
 
-def test_keys_that_an_indexer_chose_are_refused():
-    model = hf_models.make("DeepSeek V3.2", "attndsl")
-    given = hf_models.inputs("DeepSeek V3.2")
-    with pytest.raises(errors.UnsupportedError, match="a part of its mask"):
-        model(**given)
-    pairs = torch.ones(13, 13, dtype=torch.bool).tril().expand(2, 1, -1, -1)
-    with pytest.raises(errors.UnsupportedError, match="indexer chose keys") as caught:
-        model(**given, attention_mask=pairs)
-    assert "sdpa" in caught.value.hint
+INDEXERS = ("DeepSeek V3.2", "GLM DSA", "HY V4", "MiniMax M3")
+
+
+@pytest.mark.parametrize("family", INDEXERS)
+def test_keys_that_an_indexer_chose_alone_take_part(family):
+    eager, model = hf_models.make(family), hf_models.make(family, "attndsl")
+    given = hf_models.inputs(family, 29)
+    with torch.no_grad():
+        close(model(**given).logits, eager(**given).logits)
+        for side in ("left", "right"):
+            if (family, side) == ("MiniMax M3", "left"):
+                continue  # Its indexer reads rows of padding too, and these have no output here.
+            more, keep = hf_models.padded(family, side, 29)
+            close(model(**more).logits[keep], eager(**more).logits[keep])
+        pairs = torch.ones(29, 29, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+        masks = [model(**given, attention_mask=pairs).logits, eager(**given).logits]
+        close(*masks)
+        options = {"max_new_tokens": 9, "do_sample": False}
+        wanted = eager.generate(given["input_ids"], **options)
+        assert torch.equal(model.generate(given["input_ids"], **options), wanted)
+    grads = []
+    for each in (model, eager):
+        each.zero_grad()
+        each(**given).logits.square().mean().backward()
+        grads.append([x.grad for x in each.parameters() if x.grad is not None])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_an_own_program_and_an_indexer_both_hide_keys():
+    given = hf_models.inputs("DeepSeek V3.2", 29)
+    near = hf_models.make("DeepSeek V3.2", "attndsl:q - kv < 3")
+    far = hf_models.make("DeepSeek V3.2", "attndsl:q - kv < 99")
+    with torch.no_grad():
+        close(far(**given).logits, hf_models.make("DeepSeek V3.2")(**given).logits)
+        assert (near(**given).logits - far(**given).logits).abs().max() > 0.1
+
+
+def test_blocks_of_no_size_are_refused():
+    model = hf_models.make("MiniMax M3", "attndsl")
+    for layer in model.model.layers:
+        layer.self_attn.indexer.block_size = None
+        layer.self_attn.indexer.forward = lambda *x: torch.zeros(2, 2, 13, 1, dtype=torch.long)
+    with pytest.raises(errors.UnsupportedError, match="how many keys they have"):
+        model(**hf_models.inputs("MiniMax M3"))
 
 
 @torch.no_grad()

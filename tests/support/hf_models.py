@@ -123,14 +123,35 @@ def _gemma4():
     return tf.Gemma4ForCausalLM, config
 
 
-def _deepseek_v32():
+def _with_indexer(kind, config):
     sizes = {**SIZES, "num_key_value_heads": 4}
-    config = tf.DeepseekV32Config(
+    return kind, config(
         **sizes, kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
-        v_head_dim=8, first_k_dense_replace=2, n_routed_experts=4, moe_intermediate_size=16,
-        index_topk=4, index_n_heads=2, index_head_dim=8,
+        v_head_dim=8, first_k_dense_replace=2, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, index_topk=4, index_n_heads=2, index_head_dim=8,
     )  # fmt: skip
-    return tf.DeepseekV32ForCausalLM, config
+
+
+def _deepseek_v32():
+    return _with_indexer(tf.DeepseekV32ForCausalLM, tf.DeepseekV32Config)
+
+
+def _glm_dsa():
+    return _with_indexer(tf.GlmMoeDsaForCausalLM, tf.GlmMoeDsaConfig)
+
+
+def _hy_v4():
+    return _with_indexer(tf.HYV4ForCausalLM, tf.HYV4Config)
+
+
+def _minimax_m3():
+    config = tf.MiniMaxM3VLConfig().text_config.__class__(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8, moe_intermediate_size=16,
+        dense_intermediate_size=32, shared_intermediate_size=16, rotary_dim=8, index_n_heads=2,
+        index_head_dim=8, index_topk_blocks=2, index_block_size=4, index_local_blocks=1,
+        layer_types=["minimax_m3_sparse"] * 2,
+    )  # fmt: skip
+    return tf.MiniMaxM3VLForCausalLM, config
 
 
 def _deepseek_v4():
@@ -191,7 +212,7 @@ FAMILIES = {**DECODERS, **OTHERS}
 APART = {
     "Gemma 4": _gemma4, "DeepSeek V3.2": _deepseek_v32, "DeepSeek V4": _deepseek_v4,
     "BridgeTower": _bridgetower, "Doge": _doge, "BigBird-Pegasus": _bigbird_pegasus,
-    "SigLIP 2": _siglip2,
+    "SigLIP 2": _siglip2, "GLM DSA": _glm_dsa, "HY V4": _hy_v4, "MiniMax M3": _minimax_m3,
 }  # fmt: skip
 """Models that treat masks in ways of their own, for tests of just that."""
 GENERATES = (*DECODERS, "T5", "Whisper")
