@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from attndsl.errors import counted
-from attndsl.ir import DType, Node, Op, const, load, param, size
+from attndsl.ir import DType, Node, Op, const, load, member, param, size
 from attndsl.passes.int_ranges import ranges
 
 from . import arithmetic as ar
@@ -368,9 +368,22 @@ class Tracer:
         if name == "isin" and len(args) == 2 and not kwargs and _is_row(args[1]):
             # A row's dtype counts, and a value's of no dims does not.
             value = self._wrapped(self.node(args[0]), args[1].dtype).node
+            listed = self._listed(value, args[1])
+            if listed is not None:
+                return listed
             each = [ar.compare("==", value, x) for x in self._elements(args[1])]
             return Symbol(self, torch_functions.FOLDS["any"](each))
         return None
+
+    def _listed(self, value: Node, row: CaptureView | torch.Tensor) -> Symbol | None:
+        """``value in row``; None for rows that are short, of no ints, or not along the last dim."""
+        count = row.shape[0]
+        if value.dtype is not DType.INT or (isinstance(count, int) and count <= _LONGEST):
+            return None
+        first = self.node(self.index(row, 0))
+        if first.op is not Op.LOAD or first.dtype is not DType.INT or first.args[-1] != const(0):
+            return None
+        return Symbol(self, member(value, str(first.value), *first.args[:-1]))
 
     def _folded(self, name: str, row: CaptureView) -> Symbol:
         found = torch_functions.FOLDS[name](self._elements(row))

@@ -148,6 +148,8 @@ def check_lookups(roots: tuple[Node, ...], scope: LeafValues, live: torch.Tensor
     for item in toposort(*roots):
         if item.op is Op.LOAD and item.args:
             _check_places(item, str(item.value), evaluate(item.args, scope), scope, live)
+        elif item.op is Op.IN:
+            _check_places(item, str(item.value), evaluate(item.args[1:], scope), scope, live)
         elif item.op is Op.DOT:
             for name, indices in sides_of(item, scope):
                 _check_places(item, name, indices, scope, live)
@@ -338,6 +340,16 @@ def _dot(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch
     )
 
 
+def _in(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch.Tensor:
+    element, *indices = args
+    rows = rows_at(scope.tensors[str(item.value)], tuple(indices))
+    shape = torch.broadcast_shapes(element.shape, rows.shape[:-1])
+    found = torch.zeros(shape, dtype=torch.bool, device=scope.device)
+    for place in range(rows.shape[-1]):
+        found = found | (rows[..., place] == element)
+    return found
+
+
 def _cast(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch.Tensor:
     (arg,) = args
     return arg != 0 if item.dtype is DType.BOOL else arg.to(_torch_dtype(item.dtype, scope))
@@ -406,6 +418,7 @@ RULES: dict[Op, Rule] = {
     Op.SCORE: lambda item, args, scope: scope.score,
     Op.LOAD: _load,
     Op.DOT: _dot,
+    Op.IN: _in,
     Op.ADD: _plain(torch.add),
     Op.SUB: _plain(torch.sub),
     Op.MUL: _by_type(torch.mul, _guarded(torch.mul)),

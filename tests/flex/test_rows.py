@@ -12,6 +12,7 @@ TABLE = torch.linspace(-1, 1, 2 * 5).reshape(2, 5)
 ROWS = torch.linspace(-2, 1, 3 * 5).reshape(3, 5)
 LONG = torch.zeros(3, 64)
 LISTED = torch.tensor([1, 5, 7])
+J = torch.arange(L)[:, None]
 FLAGS = torch.tensor([[True, False, True], [True, True, True]])
 
 CASES = {
@@ -42,9 +43,36 @@ def test_reductions(name):
     torch.testing.assert_close(lse, wanted)
 
 
+MANY = torch.randint(-2, L + 2, (B, L, 40))
+MANY[:, :, :] = torch.where(MANY % 3 == 0, MANY, -1)
+FEW = torch.randint(0, L // 4, (H, 2, 33), dtype=torch.int32)
+TURNED = MANY.transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("mod", "wanted"),
+    [
+        (lambda b, h, i, j: torch.isin(j, MANY[b, i]), (MANY[..., None, :] == J).any(-1)[:, None]),
+        (
+            lambda b, h, i, j: (i >= j) & torch.isin(j // 4, FEW[h][i // 6]),
+            (J[:, 0] <= J) & (FEW[:, J[:, 0] // 6][:, :, None] == J // 4).any(-1),
+        ),
+    ],
+)
+def test_long_rows_of_ints_are_lists(mod, wanted):
+    q, k, v = (torch.randn(B, H, L, D) for _ in range(3))
+    wanted = wanted.expand(B, H, L, L)
+    block_mask = create_block_mask(mod, B, H, L, L, device="cpu")
+    out = flex_attention(q, k, v, block_mask=block_mask)
+    score = (q @ k.mT * D**-0.5).masked_fill(~wanted, float("-inf"))
+    torch.testing.assert_close(out, score.softmax(-1).nan_to_num(0.0) @ v)
+
+
 @pytest.mark.parametrize(
     ("function", "match", "hint"),
     [
+        (lambda j: torch.isin(j, TURNED[0, :, j]), "row of 40", "before the call"),
+        (lambda j: torch.isin(j, torch.zeros(40)), "row of 40", "before the call"),
         (lambda j: LONG[j].sum(-1), "row of 64", "before the call"),
         (lambda j: torch.stack([j, j]), "'stack'", "torch.where"),
         (lambda j: torch.bucketize(j, LISTED), "'bucketize'", "before the call"),
