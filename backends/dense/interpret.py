@@ -343,8 +343,7 @@ def _dot(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch
 def _in(item: Node, args: tuple[torch.Tensor, ...], scope: LeafValues) -> torch.Tensor:
     element, *indices = args
     rows = rows_at(scope.tensors[str(item.value)], tuple(indices))
-    shape = torch.broadcast_shapes(element.shape, rows.shape[:-1])
-    found = torch.zeros(shape, dtype=torch.bool, device=scope.device)
+    found = torch.zeros_like(element + rows.sum(-1), dtype=torch.bool)
     for place in range(rows.shape[-1]):
         found = found | (rows[..., place] == element)
     return found
