@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attndsl.errors import UnsupportedError
-from attndsl.ir import DType, Node, Op, TensorDecl, load, mentions, node, size, substitute, toposort
+from attndsl.ir import (
+    TOKEN,
+    DType,
+    Node,
+    Op,
+    TensorDecl,
+    load,
+    mentions,
+    node,
+    size,
+    substitute,
+    toposort,
+)
 from attndsl.passes.int_ranges import ranges
 from attndsl.pipeline import lower_program
 
@@ -33,7 +45,7 @@ if TYPE_CHECKING:
 _UNIT = 16
 """Lengths of a map's rows are multiples of this, so that calls of similar lengths have equal ones,
 and rows begin at addresses that kernels read well."""
-_MOST = 1 << 31
+_MOST = 1 << 27
 """Most elements of a row of a map."""
 
 
@@ -94,7 +106,7 @@ def maps_of(lowered: Lowered, call: Call) -> ListMaps | None:
     Raises:
         UnsupportedError: The values of a left side have no bounds, or too many.
     """
-    elements = tuple(item.args[0] for item in lowered.program.lists)
+    elements = tuple(item.args[0] for item in lowered.written.lists)
     if not elements:
         return None
     found = _ranges_of(elements, call)
@@ -165,6 +177,9 @@ def _ranges_of(elements: tuple[Node, ...], call: Call) -> list[Range]:
     known = {name: (0, max(0, call.sizes[count] - 1)) for name, count in counts.items()}
     known |= {name: (count, count) for name, count in call.sizes.items()}
     known |= {name: (x, x) for name, x in call.params.items() if type(x) is int}
+    known[TOKEN] = 0, max(0, call.sizes["batch"] * call.sizes["q_len"] - 1)
+    if call.part is not None and call.part.packed is not None:
+        known[TOKEN] = 0, max(0, call.part.packed.tokens - 1)
     positions = {name: _positions_of(name, call) for name in ("q", "kv")}
     known |= {name: x for name, x in positions.items() if x is not None}
     found = []

@@ -190,6 +190,16 @@ def test_served_requests_read_their_lists():
         first += number
 
 
+def test_tokens_may_be_on_either_side():
+    attention = attndsl.compile(
+        "tensor c[batch, kv_len, n]: int; mask = token in c[b, kv, :]", backend="cpu"
+    )
+    q, k, v = operands()
+    c = torch.randint(0, B * ROWS, (B, KEYS, 20))
+    token = torch.arange(B * ROWS).view(B, 1, ROWS, 1)
+    close(attention(q, k, v, c=c), expected(q, k, v, has(token, c[:, None, None])))
+
+
 def test_keys_in_front_of_position_0_are_in_no_list_of_others():
     """-1 is what kv // 8 is there, and equal to an element -1."""
     attention = attndsl.compile(PER_ROW + "mask = kv // 8 in c[b, q, :]", backend="cpu")
