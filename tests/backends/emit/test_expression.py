@@ -93,7 +93,7 @@ def _programs() -> dict[str, Node]:
 
 
 PROGRAMS = _programs()
-UNPRINTED = {Op.PARAM, Op.LOAD, Op.SCORE, Op.DOT}
+UNPRINTED = {Op.PARAM, Op.LOAD, Op.SCORE, Op.DOT, Op.IN}
 """Leaves that tests of captures and params cover, and what no kernel gets to see."""
 
 

@@ -102,7 +102,8 @@ def test_threads_that_parse_at_the_same_time():
 
 def test_kernels_are_compiled_again(monkeypatch):
     call, calls = failing(1, SystemError(SAID))
-    monkeypatch.setattr("attndsl.backends.kernels.compile._source", lambda *_: SimpleNamespace())
+    source = SimpleNamespace(join=lambda: None)
+    monkeypatch.setattr("attndsl.backends.kernels.compile._source", lambda *_: source)
     monkeypatch.setattr("triton.compile", lambda *_, **named: call())
     machine = machine_of("cuda:90")
     with pytest.raises(AttributeError, match="metadata"):  # A text is no kernel.
