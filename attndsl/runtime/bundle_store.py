@@ -61,7 +61,7 @@ class Shipped(NamedTuple):
     """The bundle that came with this package for this Triton."""
 
     folder: Path
-    """Where it lies, if there is one."""
+    """Folder of the bundle, if there is one."""
     bundle: Bundle | None = None
     """None if it is not asked for, is missing, or cannot be read."""
     why_not: str | None = None

@@ -97,7 +97,7 @@ class Bundle:
     """Names that Triton looks for on platforms that it knows less of, by name of a launcher's
     folder."""
     trusted: bool
-    """Whether it may lie where others write: it came with this package, or all is copied."""
+    """True if it may lie where others write: it came with this package, or all is copied."""
 
     @property
     def size(self) -> int:
