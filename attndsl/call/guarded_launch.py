@@ -122,7 +122,7 @@ class _StepBinder:
         self._scale = number_key(scale)
         self._guard = _Guard(call.flatten()[1], any_keys)
 
-    def bound(self, operands: Tensors, given: Mapping[str, Any]) -> _StepForward | None:
+    def bound(self, operands: Tensors, given: Mapping[str, Any]) -> BoundForward | None:
         """The forward of this step; None for what no step may have."""
         q, k, v = operands[:3]
         template, offsets = self._template, [given.get(name, 0) for name in _OFFSETS]
@@ -136,8 +136,7 @@ class _StepBinder:
         sizes = {**template.sizes, "kv_len": k.shape[2]}
         call = template.of(operands)._replace(sizes=sizes, signature=None)
         call = call._replace(q_offset=offsets[0], kv_offset=offsets[1])
-        forward = self._backend.bound_forward(self._lowered, call)
-        return _StepForward(_Guard(operands), [], forward)
+        return self._backend.bound_forward(self._lowered, call)
 
 
 class GuardedLaunch:
@@ -217,8 +216,8 @@ class GuardedLaunch:
             found = None if self._steps is None else self._steps.bound(operands, given)
             if found is None:
                 return None
-            self._bound = found._replace(values=[given[x] for x in self._values])
-            forward = found.forward
+            forward, values = found, [given[x] for x in self._values]
+            self._bound = _StepForward(_Guard(operands), values, forward)
         if self._is_recorded:
             return _apply(self, *operands)
         out, lse = forward(operands)
@@ -377,7 +376,7 @@ def is_bindable(options: Mapping[str, Any], terms: Terms | None, marks: bool) ->
     if not marks or terms.narrowed or terms.draws is not None:
         return False
     given = [option for _, option in terms.captures]
-    return all(name in _OF_ENTRIES and is_of_entries(options[name]) for name in given) and all(
+    return all(name in _OF_ENTRIES and is_of_entries(options.get(name)) for name in given) and all(
         name in _BY_VALUE or name in given or options[name] is None for name in kinds
     )
 

@@ -22,6 +22,7 @@ from attndsl.ir import (
     Node,
     Op,
     TensorDecl,
+    leaf_names,
     load,
     mentions,
     node,
@@ -75,20 +76,16 @@ class ListMaps:
 
     lowered: Lowered
     maps: tuple[_ListMap, ...]
-    elements: tuple[Node, ...]
-    """The left sides."""
     sizes: Mapping[str, int]
-    """Sizes of maps in the call for which this was made."""
+    """Sizes of the maps. Signatures have all that they follow from: see :func:`names_in_lists`."""
 
     def applied(self, call: Call) -> Call:
         """``call`` with maps in place of its lists."""
-        ranges = _ranges_of(self.elements, call)
-        sizes = _sizes_of(self.maps, ranges)
+        own = self.sizes
         tensors = {
-            each.name: _map_of(call.tensors[each.of], sizes[each.width], sizes.get(each.shift, 0))
+            each.name: _map_of(call.tensors[each.of], own[each.width], own.get(each.shift, 0))
             for each in self.maps
         }
-        signature = call.signature if sizes == self.sizes else None
         part = call.part
         if part is not None and part.shares:
             more = {(x.name, dim) for x in self.maps for name, dim in part.shares if name == x.of}
@@ -96,8 +93,7 @@ class ListMaps:
         tensors = {**call.tensors, **tensors}
         program = self.lowered.program
         tensors = {decl.name: tensors[decl.name] for decl in program.tensors}
-        sizes = {**call.sizes, **sizes}
-        return call._replace(sizes=sizes, tensors=tensors, signature=signature, part=part)
+        return call._replace(sizes={**call.sizes, **own}, tensors=tensors, part=part)
 
 
 def maps_of(lowered: Lowered, call: Call) -> ListMaps | None:
@@ -112,7 +108,7 @@ def maps_of(lowered: Lowered, call: Call) -> ListMaps | None:
     found = _ranges_of(elements, call)
     shifted = tuple(low < 0 for low, _ in found)
     moved, maps = remade(_with_maps, lowered.written, shifted)
-    return ListMaps(moved, maps, elements, _sizes_of(maps, found))
+    return ListMaps(moved, maps, _sizes_of(maps, found))
 
 
 def names_in_lists(program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -149,15 +145,10 @@ def _with_maps(program: Program, shifted: tuple[bool, ...]) -> tuple[Lowered, tu
         place = node(Op.ADD, element, size(own.shift)) if negative else element
         found[item] = load(name, DType.BOOL, *indices, place, span=item.span)
     changed = _replaced(program, found)
-    used = {str(x.value) for x in toposort(*changed.roots()) if x.op is Op.LOAD}
-    used |= {side for item in changed.products for side in _names(item)}
+    used = frozenset().union(*map(leaf_names, changed.roots()))
     lists = {each.of for each in maps}
     kept = [decl for decl in declared.values() if decl.name in used or decl.name not in lists]
     return lower_program(replace(changed, tensors=tuple(kept))), tuple(maps)
-
-
-def _names(item: Node) -> set[str]:
-    return {part.split("/")[0] for part in str(item.value).split(", ")}
 
 
 def _replaced(program: Program, found: Mapping[Node, Node]) -> Program:

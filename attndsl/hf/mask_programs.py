@@ -59,8 +59,8 @@ class Mask:
     kv_offset: Offset = 0
     lengths: tuple[int, int] | None = None
     """Numbers of rows and keys of the whole sequence, where the user's program reads them."""
-    alone: Attention | None = None
-    """The composed program without the user's; None within graphs."""
+    text: str | None = None
+    """The traced function; None within graphs."""
     made_on: torch.device | None = None
 
     @property
@@ -78,8 +78,8 @@ class Mask:
             UnsupportedError: Anything but rows that lie one behind the other; an array in a graph.
         """
         parts = index if isinstance(index, tuple) else ()
-        if parts == (slice(None), 0, slice(None), slice(None)) and self.alone is not None:
-            return self._pairs(self.alone)
+        if parts == (slice(None), 0, slice(None), slice(None)) and self.text is not None:
+            return self._pairs(composed(None, self.text))
         plain = len(parts) == len(self.shape) and all(isinstance(x, slice) for x in parts)
         if not plain or any(x != slice(None) for x in (*parts[:2], parts[3])):
             raise NotAnArrayError(
@@ -91,7 +91,7 @@ class Mask:
             raise NotAnArrayError(f"the model takes rows {parts[2]} of its mask")
         return Mask(
             (batch, heads, len(rows), keys), self.attention, self.function, self.captures,
-            self.q_offset + rows.start, self.kv_offset, self.lengths, self.alone, self.made_on,
+            self.q_offset + rows.start, self.kv_offset, self.lengths, self.text, self.made_on,
         )  # fmt: skip
 
     def _pairs(self, program: Attention) -> torch.Tensor:
@@ -211,7 +211,7 @@ def _traced(own: Own | None, mask: Mask, device: torch.device, given: tuple[obje
     named = {f"{MASK_PREFIX}{name}": value for name, value in traced.captures.items()}
     return Mask(
         mask.shape, composed(own, traced.text), mask.function, {**mask.captures, **named},
-        mask.q_offset, mask.kv_offset, mask.lengths, composed(None, traced.text), device,
+        mask.q_offset, mask.kv_offset, mask.lengths, traced.text, device,
     )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     OneLaunch = tuple[Callable[[int, int, Sequence[object]], None], int, Sequence[object]]
     """Function that launches a kernel, its number of programs, and its arguments."""
-    Launches = Callable[[], Sequence[OneLaunch]]
 
 _MOST = 256
 """Graphs of some 0.1 MB each. A training step has one for each layer."""
@@ -38,28 +37,33 @@ class LaunchGraphs:
             "graphs of launches by addresses", _MOST, Reason.KERNELS
         )
 
-    def launch(self, key: Hashable, stream: int, launches: Launches) -> None:
+    def launch(self, key: Hashable, stream: int, make: Callable[[], Sequence[OneLaunch]]) -> None:
         """Launch kernels on a stream, which is the current one.
 
         Args:
             key: All that the launches depend on, the stream and addresses among it.
             stream: Handle of the stream.
-            launches: Gives the kernels, in order.
+            make: Function that returns the kernels, in order.
         """
         found = self._found.recent.get(key) or self._found.get(key)
         if found is None:
             self._found.put(key, _seen_once)
         if found is None or _is_capturing():
-            for run, programs, arguments in launches():
-                run(programs, stream, arguments)
+            launch_each(make(), stream)
             return
         if found is _seen_once:
-            found = _captured(launches())
+            found = _captured(make())
             self._found.put(key, found)
         found()
 
     def __len__(self) -> int:
         return len(self._found)
+
+
+def launch_each(launches: Sequence[OneLaunch], stream: int) -> None:
+    """Launch kernels one after another."""
+    for run, programs, arguments in launches:
+        run(programs, stream, arguments)
 
 
 def _seen_once() -> None:
@@ -75,8 +79,7 @@ def _captured(launches: Sequence[OneLaunch]) -> Callable[[], None]:
         # give memory back.
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            for run, programs, arguments in launches:
-                run(programs, stream.cuda_stream, arguments)
+            launch_each(launches, stream.cuda_stream)
         finally:
             graph.capture_end()
     return graph.replay
