@@ -93,12 +93,12 @@ class Prepared:
 
     run: Run
     calls: int
-    """How many calls of the column a call of ``run`` makes."""
+    """Number of calls of the column in a call of ``run``."""
     results: list[torch.Tensor]
 
 
 class Sides:
-    """How each column runs a row, on the same numbers. A column ``name`` is a method ``_name``."""
+    """Calls of each column for a row, on the same numbers; column ``name`` is method ``_name``."""
 
     def __init__(self, row: Row, device: str, copies: int | None = None) -> None:
         """Make the inputs.
@@ -267,7 +267,7 @@ class Sides:
 
 
 def _output(found: Any) -> Any:
-    """Of a function that may give more than its output."""
+    """The output of a function that may return more."""
     return found[0] if isinstance(found, tuple) else found
 
 

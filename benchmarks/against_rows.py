@@ -22,8 +22,8 @@ SDPA = ("cudnn", "fa2", "efficient")
 FLEX = ("flex", "flex_flash")
 COLUMNS = (OURS, *SDPA, "fa4", "fa4_varlen", "flashinfer", *FLEX)
 CAP, BUCKETS, LONGEST = 50.0, 32, 100
-"""Of the soft cap, and of the buckets of T5. No distance is at the border of two buckets, where
-the last bit of a logarithm decides: 8 * 12.5 ** (n / 8) is an integer for n = 0 alone."""
+"""Numbers of the soft cap, and of the buckets of T5. No distance is at the border of two buckets,
+where the last bit of a logarithm decides: 8 * 12.5 ** (n / 8) is an integer for n = 0 alone."""
 MOST_WORK, MOST_CACHE, MOST_TOKENS = 1.8e12, 2e9, 1 << 16
 """Floating point operations of a forward pass; bytes of keys and values; rows of a batch."""
 DRAWN = 30
@@ -47,7 +47,7 @@ _OF_FA4 = ("full", "causal", "window", "soft cap", "sink", "sink window")
 _OF_FLASHINFER = ("causal", "window", "soft cap")
 _DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 192, 256)
 _CROSS = 0.15
-"""How many of the drawn rows without a mask have another number of keys."""
+"""Number of drawn rows without a mask that have another number of keys."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Row:
     """Head dim of v where it is another one."""
     dtype: str = "bf16"
     decodes: bool = False
-    """Whether the queries are the last ones of a cache; such rows have no backward pass."""
+    """True if the queries are the last ones of a cache; such rows have no backward pass."""
 
     @property
     def name(self) -> str:
@@ -160,7 +160,7 @@ def _square(
     label: str, batch: int, heads: int, length: int, dim: int, program: str = "causal",
     kv_heads: int = 0, size: int = 0,
 ) -> Row:  # fmt: skip
-    """As many keys as queries."""
+    """A row with as many keys as queries."""
     return Row(label, batch, heads, kv_heads or heads, length, length, dim, program, size)
 
 

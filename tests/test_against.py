@@ -140,7 +140,7 @@ def test_sdpa_runs_the_same_rows(script, program):
 
 
 def test_each_kernel_of_sdpa_is_its_own_in_compiled_functions(script):
-    """What is allowed outside is neither in the guards of torch.compile nor in its caches."""
+    """Neither the guards of torch.compile nor its caches hold such a setting."""
     sides = script("against_peers").Sides(_row(script, "causal"), "cpu")
     traced = {column: sides.of(column).traced for column in ("fa2", "cudnn")}
     assert traced["fa2"](*sides._inputs[0]).shape == (3, 4, 50, 8)
