@@ -185,7 +185,7 @@ def _listed(name: str, along: str, parts: int) -> list[str]:
         [_ROW, f"{found} + 4 + 2 * part", "return tl.load(found), tl.load(found + 1)"],
     )  # fmt: skip
     # A list is read only where it has gaps: a load that depends on a load waits for memory twice.
-    read = "mask=(visits.first_live < 0) & (step < tiles), other=0)"
+    read = "mask=(visits.first_live < 0) & (step >= 0) & (step < tiles), other=0)"
     return [
         _function(
             f"{name}_visits", "tile",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from attndsl.backends.device.records import Head, Scope, Shift, Sizes, Visits
@@ -141,3 +143,38 @@ def test_tiles_have_32_bits_whatever_was_taken_from_the_step() -> None:
     (nth,) = (text for text in texts if "def p_tile" in text)
     last = nth.splitlines()[-1].strip()
     assert last == "return tl.cast(tl.where(step >= 0, 4 + step, found), tl.int32)"
+
+
+def test_no_list_is_read_outside_of_its_row() -> None:
+    """Kernels ask for steps before the first and behind the last, and leave out what they get."""
+    texts, _ = print_loop("p", "kv", LoopPlan(listed="no form"), [], LeafNames({}, {}, 64))
+    text = "\n".join(texts).replace("@triton.jit\n", "").replace(": tl.constexpr", "")
+    text = text.replace(".to(tl.int64)", "")
+    tiles, read = -(-LENGTH // 128), []
+
+    class tl:
+        @staticmethod
+        def cdiv(a: int, b: int) -> int:
+            return -(-a // b)
+
+        @staticmethod
+        def where(c: bool, a: int, b: int) -> int:
+            return a if c else b
+
+        @staticmethod
+        def load(address: int, mask: bool, other: int) -> int:
+            if mask:
+                read.append(address)
+            return other
+
+    class given:
+        tile_rows, tile_list, list_step_b, list_step_h = 0, 1000, 0, 0
+
+    module: dict[str, Any] = {"tl": tl, "Visits": Visits, "BLOCK_N": 128}
+    exec(text, module)
+    scope = Scope(Head(0, 0, 0), Sizes(1, 1, 1, LENGTH, LENGTH), given)
+    for partial in (True, False):
+        for step in range(-5, tiles + 5):
+            module["p_tile"](step, Visits(3, 3, -1, 0), 2, Shift(0, 0), scope, partial)
+    row = 1000 + 2 * tiles
+    assert sorted(read) == sorted([*range(row, row + tiles)] * 2)
