@@ -20,7 +20,7 @@ from .features.tile_skipping import parts_of_lists
 from .generate import generate, has_wide_lines, has_wide_pairs
 from .shared_memory import deepened
 from .tile_shapes import block_width, config_width, widest
-from .tile_sizes import CANDIDATES, candidates, for_lengths, with_few_keys
+from .tile_sizes import CANDIDATES, candidates, for_lengths, with_few_keys, with_small_cells
 from .tma_bias import fitting
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ def _configs(job: Job, machine: Target) -> tuple[Config, ...]:
         found = tuple(config for config in found if config.persistent)
     if forward:
         found = tuple(deepened(facts, config) for config in found)
+    if not own:
+        found = with_small_cells(task, facts, lowered.sparsity, found)
     return fitting(task, facts, found) if facts.pair_tiles else found
 
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from ..kernels.config import Config
 from ..kernels.kernel import Task
-from .tile_shapes import widest
+from .tile_shapes import config_width, widest
 
 if TYPE_CHECKING:
+    from attndsl.passes.tiles.sparsity import Sparsity
+
     from ..emit.facts import KernelFacts
 
 _FORWARD = {
@@ -77,6 +79,32 @@ which it has the smaller ones."""
 _MOST_KEYS_OF_SMALL = {64: 3072, 128: 1024}
 """Keys up to which forwards have smaller tiles, by columns: of D64 with a mask, of D128."""
 _MOST_KEYS_OF_SMALL_BACKWARD = 384
+
+
+_SMALL_CELLS = 64
+_OF_SMALL_CELLS = Config(64, 64, 4, 3, 1, 216, most_registers=128)
+"""Config of forwards whose tiles are cells of 64 x 64 pairs. A multiprocessor runs two programs at a
+time, each with the tiles of one consumer's rows. See M71 in docs/dev/measured.md."""
+
+
+def with_small_cells(
+    task: Task, facts: KernelFacts, sparsity: Sparsity, configs: tuple[Config, ...]
+) -> tuple[Config, ...]:
+    """Configs, best first, before which there is that of cells of 64 x 64 if a mask has such.
+
+    In a tile of 128 x 128 with a live cell most cells are dead, where rows of cells differ.
+    """
+    placed = facts.shifted or facts.indexed or bool(facts.pair_tiles) or facts.dropout
+    bounds = sparsity.by_cells
+    if task is not Task.FORWARD or placed or bounds is None or sparsity.not_affine is None:
+        return configs
+    small = any(
+        cell.q_size % (2 * _SMALL_CELLS) == _SMALL_CELLS
+        and cell.kv_size > 0
+        and (cell.kv_size % (2 * _SMALL_CELLS) == _SMALL_CELLS or _SMALL_CELLS % cell.kv_size == 0)
+        for cell in bounds.cells
+    )
+    return (_OF_SMALL_CELLS, *configs) if small and config_width(task, facts) <= 128 else configs
 
 
 def has_small_tiles(task: Task, facts: KernelFacts, q_len: int, kv_len: int, masked: bool) -> bool:

@@ -14,7 +14,7 @@ import torch
 from attndsl.foundation.scalars import number_key
 
 from ..emit.loops import row_width
-from ..emit.tile_list_text import value_counts
+from ..emit.tile_list_text import has_undecided, value_counts
 from ..tiled.tile_kinds import resample
 from .arguments import capture_arguments, origin
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 STATISTICS_ROWS = 64
 LIST_CHUNK = 256
 """Tiles that one program of theirs looks at together."""
+_REFINERS = 1 << 14
+"""Most programs that look for undecided tiles: more take longer to start than to look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,14 @@ def find_kinds(
     kinds = torch.empty((batch, heads, q_tiles, kv_tiles), dtype=torch.int8, device=device)
     if kinds.numel() == 0:
         return kinds
-    assert sparsity.bounds is not None
+    assert sparsity.by_cells is not None
     arrays = [
         torch.empty(
             (maps, max(1, count), 2, q_tiles if name.startswith("row") else kv_tiles),
             dtype=torch.int64 if name.endswith("ints") else torch.float32,
             device=device,
         )
-        for name, count in value_counts(sparsity.bounds).items()
+        for name, count in value_counts(sparsity.by_cells).items()
     ]
     sizes = [call.q.shape[0], call.q.shape[1], call.k.shape[1], q_len, kv_len]
     origins = [origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index)]
@@ -88,11 +90,14 @@ def find_kinds(
     kernels.executables["classify"].launch(
         maps * q_tiles * -(-kv_tiles // LIST_CHUNK),
         stream,
-        [kinds, *arrays, *sizes, batch, heads, *captures],
+        [kinds, *arrays, *sizes, *origins, batch, heads, *captures],
     )
-    if sparsity.evaluate:
+    if has_undecided(sparsity):
+        together = -(-kinds.numel() // _REFINERS)
         kernels.executables["refine"].launch(
-            kinds.numel(), stream, [kinds, *sizes, *origins, batch, heads, *captures]
+            -(-kinds.numel() // together),
+            stream,
+            [kinds, *sizes, *origins, batch, heads, together, *captures],
         )
     return kinds
 

@@ -185,6 +185,7 @@ SHAPES = ((40, 40, 2, 8), (33, 50, 4, 8), (20, 7, 1, 8), (40, 24, 2, 16))
 FORMS = {
     "three stages": replace(PERSISTENT, stages=3),
     "three consumers": replace(PERSISTENT, block_m=24, consumers=3),
+    "one consumer": replace(SMALL, block_m=8, consumers=1),
     "one stage": replace(PERSISTENT, stages=1),
     "early": replace(PERSISTENT, early=True),
 }

@@ -1,8 +1,9 @@
 """Kinds of tiles (0 EMPTY, 1 PARTIAL, 2 FULL) and the lists that attention kernels loop over.
 
 1. Least and greatest values of the program's row and column expressions, a tile of positions each.
-2. Kinds by three-valued logic over these bounds.
-3. Kinds by evaluation of all pairs, in tiles that bounds leave undecided.
+2. Kinds by three-valued logic over these bounds. Conditions that are constant over cells of pairs
+   are evaluated once a cell.
+3. Kinds by evaluation of all pairs, in tiles that stay undecided.
 4. Lists: the FULL tiles of each owning tile from the front, the PARTIAL ones from the back.
 
 A map is one (own tiles, tiles along) matrix; there is one a batch entry and head where the mask
@@ -15,12 +16,21 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from attndsl.backends.device.records import Extremes, Head, Place, Scope, Sizes
+from attndsl.backends.device.records import Extremes, Head, Origins, Place, Scope, Sizes
 from attndsl.backends.device.library import positions
 
 #: imports
 
 #: flags
+UNDECIDED = tl.constexpr(3)
+"""Kind of a tile that is to be evaluated."""
+
+
+@triton.jit
+def position_in_tile(row, tile, BLOCK: tl.constexpr, length, origin, KIND: tl.constexpr):
+    """Logical position of a tile's row number ``row``, or of its last one."""
+    index = tl.minimum(tile * BLOCK + tl.minimum(row, BLOCK - 1), length - 1)
+    return positions(index, length, origin, KIND)
 
 
 @triton.jit
@@ -92,7 +102,7 @@ def summarise(
 @triton.jit
 def classify(
     kinds, row_ints, row_floats, column_ints, column_floats,
-    batch, heads, kv_heads, q_len, kv_len, map_batch, map_heads,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, map_batch, map_heads,
     #: given
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):
@@ -110,11 +120,13 @@ def classify(
     scope = Scope(head_of_map(number, map_heads, sizes), sizes, given)
     tile = chunk * CHUNK + tl.arange(0, CHUNK)[None, :]
     inside = tile < kv_tiles
-    may, must = bounds_of_tile(
+    may, must, sure = bounds_of_tile(
         Extremes(row_ints, row_floats, column_ints, column_floats),
-        Place(number, row, q_tiles), Place(number, tile, kv_tiles), inside, scope,
+        Place(number, row, q_tiles), Place(number, tile, kv_tiles), inside,
+        Origins(q_origin, kv_origin), scope, BLOCK_M, BLOCK_N,
     )
-    kind = tl.where(must, 2, tl.where(may, 1, 0)) + tl.zeros([1, CHUNK], tl.int32)
+    partial = tl.where(sure, 1, UNDECIDED)
+    kind = tl.where(must, 2, tl.where(may, partial, 0)) + tl.zeros([1, CHUNK], tl.int32)
     place = (number * q_tiles + row).to(tl.int64) * kv_tiles + tile
     tl.store(kinds + place, kind.to(tl.int8), mask=inside)
 
@@ -122,34 +134,36 @@ def classify(
 @triton.jit
 def refine(
     kinds,
-    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, map_batch, map_heads,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, map_batch, map_heads, together,
     #: given
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """One program: evaluate one tile if it is PARTIAL so far."""
+    """One program: evaluate those of ``together`` tiles that are undecided so far."""
     sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
     given = Given(
         #: given
     )
     kv_tiles = tl.cdiv(kv_len, BLOCK_N)
     q_tiles = tl.cdiv(q_len, BLOCK_M)
-    place = tl.program_id(0).to(tl.int64)
-    if tl.load(kinds + place) == 1:
-        tile = tl.program_id(0) % kv_tiles
-        row = (tl.program_id(0) // kv_tiles) % q_tiles
-        number = tl.program_id(0) // kv_tiles // q_tiles
-        scope = Scope(head_of_map(number, map_heads, sizes), sizes, given)
-        rows = rows_of_tile(row, BLOCK_M)
-        columns = rows_of_tile(tile, BLOCK_N)
-        q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
-        kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
-        there = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
-        zeros = (rows[:, None] + columns[None, :]) * 0
-        mask = mask_of_pair(zeros.to(tl.float32), there, q, kv, scope)
-        live = tl.where(mask, 1, 0) + zeros
-        some = tl.max(tl.where(there, live, 0))
-        every = tl.min(tl.where(there, live, 1))
-        tl.store(kinds + place, (some + some * every).to(tl.int8))
+    first = tl.program_id(0).to(tl.int64) * together
+    tiles = (map_batch * map_heads).to(tl.int64) * q_tiles * kv_tiles
+    for place in range(first, tl.minimum(first + together, tiles)):
+        if tl.load(kinds + place) == UNDECIDED:
+            tile = (place % kv_tiles).to(tl.int32)
+            row = (place // kv_tiles % q_tiles).to(tl.int32)
+            number = (place // kv_tiles // q_tiles).to(tl.int32)
+            scope = Scope(head_of_map(number, map_heads, sizes), sizes, given)
+            rows = rows_of_tile(row, BLOCK_M)
+            columns = rows_of_tile(tile, BLOCK_N)
+            q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
+            kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
+            there = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
+            zeros = (rows[:, None] + columns[None, :]) * 0
+            mask = mask_of_pair(zeros.to(tl.float32), there, q, kv, scope)
+            live = tl.where(mask, 1, 0) + zeros
+            some = tl.max(tl.where(there, live, 0))
+            every = tl.min(tl.where(there, live, 1))
+            tl.store(kinds + place, (some + some * every).to(tl.int8))
 
 
 @triton.jit

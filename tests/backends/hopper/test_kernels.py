@@ -11,6 +11,7 @@ from support.jobs import job_of
 from attndsl.backends.base import Call, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.hopper.family import Hopper
+from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.target import machine_of
 from attndsl.pipeline import lower
@@ -29,6 +30,7 @@ def call_of(length: int, head_dim: int) -> Call:
     return Call(q, k, v, 0.125, {**sizes, "head_dim": head_dim}, {}, {})
 
 
+MAP = "tensor blocks[heads, a, c]: bool\nmask = blocks[h, q // {}, kv // {}]"
 SMALL, LARGE = (128, 128, 3), (192, 128, 3)
 FORWARDS = [
     ("score", 64, {2: LARGE, 128: LARGE, 197: SMALL, 384: LARGE, 512: SMALL, 577: SMALL,
@@ -42,6 +44,14 @@ FORWARDS = [
     ("mask = causal(); weights = dropout(softmax(score), 0.1)", 64, {512: (128, 128, 3)}),
     ("weights = sigmoid(score)", 128, {512: (128, 128, 2)}),
     ("score", 256, {512: (128, 64, 2)}),
+    (MAP.format(64, 64), 128, {4096: (64, 64, 3)}),
+    (MAP.format(64, 32), 64, {4096: (64, 64, 3)}),
+    (MAP.format(192, 192), 128, {4096: (64, 64, 3)}),
+    (MAP.format(128, 64), 128, {4096: (128, 64, 3)}),
+    (MAP.format(128, 128), 128, {4096: (128, 64, 3)}),
+    (MAP.format(1, 64), 128, {4096: (128, 64, 3)}),
+    (MAP.format(64, 64), 256, {4096: (128, 64, 2)}),
+    ("mask = q // 64 == kv // 64", 128, {4096: (128, 64, 3)}),
 ]  # fmt: skip
 BACKWARDS = [
     ("score", 64, {160: 64, 197: 64, 256: 128, 320: 64, 512: 128, 577: 128}),
@@ -57,7 +67,9 @@ BACKWARDS = [
 def test_forwards_have_the_tiles_that_suit_their_lengths(text, head_dim, length, tiles):
     first = _first_config(text, head_dim, length, Task.FORWARD)
     assert (first.block_m, first.block_n, first.stages) == tiles
-    assert first.persistent == (head_dim <= 128)
+    assert first.persistent == (head_dim <= 128 and first.consumers > 1)
+    # Of one consumer there are two programs at a time, which share 64k registers.
+    assert (first.most_registers == 128) == (first.consumers == 1) == (first.block_m == 64)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +82,8 @@ def test_backwards_have_the_tiles_that_suit_their_lengths(text, head_dim, length
 
 def _first_config(text: str, head_dim: int, length: int, task: Task) -> Config:
     machine, lowered = machine_of("cuda:90"), lower(Source(text), {})
-    call = call_of(length, head_dim)
+    tensors = example_call(lowered, head_dim, head_dim, torch.bfloat16, {}).tensors
+    call = call_of(length, head_dim)._replace(tensors=tensors)
     wanted = ALL if task is Task.BACKWARD else None
     (job,) = Hopper().jobs(lowered, call, task, None, wanted)
     return job.kernel.configs(job.on(machine), machine)[0]

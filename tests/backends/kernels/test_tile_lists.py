@@ -10,6 +10,7 @@ from support.brute import call_of, lowered_of, true_kinds
 
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.emit.loops import row_width
+from attndsl.backends.emit.tile_list_text import has_undecided
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.kernel import Job
 from attndsl.backends.kernels.modules import Modules
@@ -57,6 +58,57 @@ def test_kinds_found_are_those_of_brute_force(device, text, sizes):
         assert torch.equal(found, wanted)
     else:
         assert (found == wanted).float().mean() > 0.8
+
+
+CELLS = {
+    "map": "tensor map[heads, 9, 8]: bool\nmask = map[h, q // 24, kv // 32]",
+    "cells smaller than tiles": "tensor map[heads, 26, 16]: bool\nmask = map[h, q // 8, kv // 16]",
+    "not from multiples": (
+        "tensor map[heads, 30, 30]: bool\nmask = map[h, (q + 5) // 16, (kv + 3) // 8]"
+    ),
+    "a list of each query": (
+        "tensor map[heads, q_len, 5]: bool\nmask = q >= kv and map[h, q, kv // 64]"
+    ),
+    "beside others": (
+        "tensor map[heads, 30, 30]: bool\n"
+        "mask = (q - kv < 40 and q >= kv) or (kv < 100 and map[h, q // 16, kv // 16])"
+    ),
+    "not": "tensor map[heads, 30, 30]: bool\nmask = q >= kv and not map[h, q // 16, kv // 16]",
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("sizes", [(48, 16), (32, 24), (16, 32)])
+@pytest.mark.parametrize("place", ["none", "offsets", "tensor", "index"])
+def test_conditions_are_evaluated_by_cells(device, name, sizes, place):
+    """Kinds are exact, and no pair is evaluated where one condition decides."""
+    lowered = lowered_of(CELLS[name])
+    length = 203
+    (decl,) = lowered.program.tensors
+    shape = [2, *(length if dim.value == "q_len" else dim.value for dim in decl.dims[1:])]
+    given = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.3
+    given[:, :4] = True
+    call = call_of(lowered, length, length, heads=2, map=given)
+    if place != "none" and "q_len" not in CELLS[name]:
+        moved = {
+            "offsets": {"q_offset": 7, "kv_offset": 2},
+            "tensor": {"q_offset": torch.tensor(7, device=device)},
+            "index": {"q_index": torch.arange(length, device=device).flip(0)},
+        }[place]
+        call = call._replace(**moved)
+    wanted = true_kinds(lowered, call, *sizes)
+    q = torch.empty(1, 2, length, 1, device=device)
+    call = call._replace(q=q, k=q, v=q, tensors={"map": given.to(device)})
+    facts = facts_of(lowered.program, call)
+    own = torch.device(device)
+    kernels = lists_of_size(Modules(default_cache()), lowered, facts, own, *sizes)
+    if name in ("map", "cells smaller than tiles"):
+        assert not has_undecided(lowered.sparsity)
+    else:
+        assert has_undecided(lowered.sparsity)
+    found = find_kinds(kernels, lowered.sparsity, facts, call, 0).cpu()
+    assert len(set(wanted.unique().tolist())) > 1
+    assert torch.equal(found, wanted)
 
 
 PARTS = ((32, 1), (32, 2), (48, 3), (256, 2))
