@@ -140,17 +140,22 @@ def mixed_exp2(x, NUMBER: gl.constexpr):
 @gluon.jit
 def multiply(left, right, zeros, WIDTH: gl.constexpr):
     """Begin the product of two tiles' rows, of which all columns from ``WIDTH`` on are zeros."""
-    if left.shape[1] == 256 and WIDTH <= 192:
+    COLUMNS: gl.constexpr = left.shape[1]
+    # Tiles have powers of two columns: see M72 in docs/dev/measured.md.
+    HALF_WAY: gl.constexpr = COLUMNS // 2
+    QUARTER: gl.constexpr = COLUMNS // 4
+    if COLUMNS > 64 and WIDTH <= HALF_WAY + QUARTER:
+        LAST: gl.constexpr = COLUMNS // 8 if WIDTH <= HALF_WAY + COLUMNS // 8 else QUARTER
         product = warpgroup_mma(
-            left.slice(0, 128, dim=1),
-            right.slice(0, 128, dim=1).permute((1, 0)),
+            left.slice(0, HALF_WAY, dim=1),
+            right.slice(0, HALF_WAY, dim=1).permute((1, 0)),
             zeros,
             use_acc=False,
             is_async=True,
         )
         product = warpgroup_mma(
-            left.slice(128, 64, dim=1),
-            right.slice(128, 64, dim=1).permute((1, 0)),
+            left.slice(HALF_WAY, LAST, dim=1),
+            right.slice(HALF_WAY, LAST, dim=1).permute((1, 0)),
             product,
             is_async=True,
         )

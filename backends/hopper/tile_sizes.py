@@ -83,8 +83,8 @@ _MOST_KEYS_OF_SMALL_BACKWARD = 384
 
 _SMALL_CELLS = 64
 _OF_SMALL_CELLS = Config(64, 64, 4, 3, 1, 216, most_registers=128)
-"""Config of forwards whose tiles are cells of 64 x 64 pairs. A multiprocessor runs two programs at a
-time, each with the tiles of one consumer's rows. See M71 in docs/dev/measured.md."""
+"""Config of forwards whose tiles are cells of 64 x 64 pairs. A multiprocessor runs two programs at
+a time, each with the tiles of one consumer's rows. See M71 in docs/dev/measured.md."""
 
 
 def with_small_cells(

@@ -12,9 +12,12 @@ straight from registers (``library.add_to_sums``). Follows ``backward_shared`` i
 KEYS = tl.constexpr(BLOCK_N // 2)
 # Each warpgroup makes half of dQ: half of its columns, or of more than 64 rows half of these.
 DQ_WIDTH = tl.constexpr(D // 2 if BLOCK_M == 64 else D)
+# Of the second half of the columns, those that are all zeros make none of dQ.
+SHORT_WIDTH = tl.constexpr(
+    DQ_WIDTH if D < 128 or HEAD_DIM > 96 else 16 if HEAD_DIM <= 80 else 32
+)
 DK_ROWS = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
 DV_ROWS = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
-DQ_ROWS = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16]))
 DS_OPERAND = tl.constexpr(gl.DotOperandLayout(0, DK_ROWS, 2))
 P_OPERAND = tl.constexpr(gl.DotOperandLayout(0, DV_ROWS, 2))
 # Loops over tiles that need the mask's code and over the others, in this order or the reverse.
@@ -47,13 +50,10 @@ def add_query_tile(
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
     shift = place_of_shifts(memory.shifts, head, first, sizes, padded)
     consumer_wait(memory.q, slot)
-    scoring = warpgroup_mma(
-        k_tile.slice(PART * KEYS, KEYS, dim=0), q_tile.permute((1, 0)), zeros, use_acc=False,
-        is_async=True,
-    )
+    scoring = multiply(k_tile.slice(PART * KEYS, KEYS, dim=0), q_tile, zeros, HEAD_DIM)
     consumer_wait(memory.do, slot)
     v_part = memory.v.data.index(only).reshape([BLOCK_N, DV]).slice(PART * KEYS, KEYS, dim=0)
-    weighing = warpgroup_mma(v_part, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    weighing = multiply(v_part, do_tile, zeros, VALUE_DIM)
     q_parts = parts_of_queries(first, work)
     score = warpgroup_mma_wait(1, deps=[scoring])
     rest = memory.lse.data.index(slot.stage).load(gl.SliceLayout(0, SCORES))
@@ -120,11 +120,13 @@ def add_query_tile(
     if STORES_DS:
         store_ds(PART, q_index, first, shared, keys, results, work)
     # dQ comes before dK, so that it is added up while dK is computed.
+    OWN_WIDTH: gl.constexpr = SHORT_WIDTH if PART == 1 else DQ_WIDTH
+    DQ_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN_WIDTH, 16])
     if BLOCK_M == 64:
-        ds_part, k_part = shared, k_tile.slice(PART * WIDTH, WIDTH, dim=1)
+        ds_part, k_part = shared, k_tile.slice(PART * WIDTH, OWN_WIDTH, dim=1)
     else:
         ds_part, k_part = shared.slice(PART * 64, 64, dim=1), k_tile
-    no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, layout=DQ_ROWS)
+    no_dq = gl.zeros([64, OWN_WIDTH], gl.float32, layout=DQ_ROWS)
     making_q = warpgroup_mma(
         ds_part.permute((1, 0)), k_part, no_dq, use_acc=False, is_async=True
     )
