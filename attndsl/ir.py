@@ -455,6 +455,9 @@ class TensorDecl:
     span: Span | None = field(default=None, compare=False, repr=False)
     is_position: bool = False
     """True if elements are lengths or positions: ints below 2**30 in size."""
+    is_padded: bool = False
+    """True if no index of a lookup leaves it, even of the rows and keys that a tile has behind
+    those of a call. No program that was written has such tensors."""
     optional: bool = field(default=False, compare=False)
     """True if calls may leave it out; see :class:`ParamDecl`."""
 

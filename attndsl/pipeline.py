@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attndsl.errors import ProgramWarning
+from attndsl.foundation.caches import BoundedCache
 from attndsl.frontend import (
     Absent,
     Bound,
@@ -160,6 +161,10 @@ def _check_variants(tree: Tree, declared: Mapping[str, Declared], program: Progr
         sets.append(frozenset(optional))
     for absent in dict.fromkeys(sets):
         split_mask(read(tree, {**declared, **dict.fromkeys(sorted(absent), Absent())}))
+
+
+MADE: BoundedCache[Any] = BoundedCache("programs in place of others by program, purpose", 256)
+"""Programs that backends make of others, and run."""
 
 
 def lower_program(program: Program) -> Lowered:

@@ -174,6 +174,8 @@ def digest(program: Program) -> str:
     positions += [decl.name for decl in program.tensors if decl.is_position]
     if positions:
         values["positions"] = positions
+    if padded := [decl.name for decl in program.tensors if decl.is_padded]:
+        values["padded"] = padded
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

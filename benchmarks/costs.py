@@ -233,7 +233,7 @@ def instructions_of(found: Made, direction: str) -> tuple[int, int]:
         learned = frozenset(found.case.learned)
         wants = Wants(tensors=learned & tensors, params=learned - tensors)
         facts = with_gradients(facts, wants)
-    mask = 0 if program.mask is None else instructions((program.mask,), facts)
+    mask = 0 if program.mask is None else instructions((program.mask,), facts.names())
     return max(0, work_of_pair(lowered, facts, direction == "backward") - mask), mask
 
 

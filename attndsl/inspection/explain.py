@@ -13,7 +13,6 @@ from attndsl.call.dispatch import backend_of
 from attndsl.errors import BackendError, UnsupportedError, counted
 from attndsl.ir import SCORE, DType, Op, const, dependencies, leaf_names, sides, toposort
 from attndsl.passes.differentiate import vjp
-from attndsl.passes.distance import varies_with_distance_alone
 from attndsl.passes.print_ir import print_expression
 from attndsl.passes.simplify import simplify_node
 from attndsl.passes.tiles.plan_text import print_tiles
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from .tile_search import TileCounts
-
-_LONG = 8
-"""Operations of an index from which computing it takes longer than the lookup itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +220,7 @@ def _atoms(lowered: Lowered) -> list[str]:
 def _advice(lowered: Lowered) -> list[str]:
     """Changes of the program that would make it cheaper; empty if none is known."""
     sparsity = lowered.sparsity
-    lines = [
-        f"the index of '{name}' is computed for each pair, and follows from q - kv alone: compute "
-        "what it finds once for each distance, as docs/models.md does for T5"
-        for name in _found_by_distance(lowered.program.score)
-    ]
+    lines: list[str] = []
     if sparsity.mask is None:
         return lines
     for atom in sparsity.atoms:
@@ -244,17 +236,3 @@ def _advice(lowered: Lowered) -> list[str]:
         elif atom.way == SCORES:
             lines.append("a mask of positions alone would skip tiles; this one needs the scores")
     return lines
-
-
-def _found_by_distance(score: Node) -> list[str]:
-    """Tensors that are looked up by a long function of the distance."""
-    found = []
-    for item in toposort(score):
-        for index in item.args if item.op is Op.LOAD else ():
-            if not varies_with_distance_alone(index):
-                continue
-            varies = dependencies(index)
-            steps = sum(bool(x.args and varies[x] & {"q", "kv"}) for x in toposort(index))
-            if steps >= _LONG:
-                found.append(str(item.value))
-    return sorted(set(found))

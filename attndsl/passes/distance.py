@@ -31,13 +31,15 @@ def meets_distances_alone(*roots: Node) -> bool:
 
     If so, pairs with the same distance and score have the same value.
     """
-    varies = dependencies(*roots)
-    multiples: dict[Node, _Multiples] = {}
+    alone = met_by_distance(*roots)
+    return all(alone[root] for root in roots)
+
+
+def met_by_distance(*roots: Node) -> dict[Node, bool]:
+    """For each node below ``roots``, whether positions are in it as ``q - kv`` only, if at all."""
+    varies, multiples = dependencies(*roots), _all_multiples(*roots)
     alone: dict[Node, bool] = {}
     for item in toposort(*roots):
-        found = _multiples(item, multiples) if varies[item] & {"q", "kv"} else (0, 0)
-        if found is not None and item.dtype is DType.INT:
-            multiples[item] = found
         if not varies[item] & {"q", "kv"}:
             alone[item] = True
         elif item in multiples:
@@ -48,7 +50,24 @@ def meets_distances_alone(*roots: Node) -> bool:
             alone[item] = left[0] - right[0] == right[1] - left[1]
         else:
             alone[item] = bool(item.args) and all(alone[arg] for arg in item.args)
-    return all(alone[root] for root in roots)
+    return alone
+
+
+def is_distance(index: Node) -> bool:
+    """Return True if ``index`` is ``q - kv`` and terms that vary with nothing of a pair."""
+    varies = dependencies(index)[index] == {"q", "kv"}
+    return varies and _all_multiples(index).get(index) == (1, -1)
+
+
+def _all_multiples(*roots: Node) -> dict[Node, _Multiples]:
+    """Multiples of ``q`` and ``kv`` in each INT node that is a sum of such and of other terms."""
+    varies = dependencies(*roots)
+    multiples: dict[Node, _Multiples] = {}
+    for item in toposort(*roots):
+        found = _multiples(item, multiples) if varies[item] & {"q", "kv"} else (0, 0)
+        if found is not None and item.dtype is DType.INT:
+            multiples[item] = found
+    return multiples
 
 
 def _multiples(item: Node, known: dict[Node, _Multiples]) -> _Multiples | None:

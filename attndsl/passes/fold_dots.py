@@ -99,7 +99,7 @@ def widen(program: Program) -> Widened | str | None:
     score = substitute(program.score, {total: rest})
     if _products(score):
         return "a contraction does more than add to the raw score"
-    return Widened(_with_score(program, score), tuple(terms), row)
+    return Widened(with_score(program, score), tuple(terms), row)
 
 
 def _row_apart(program: Program) -> tuple[Program, Node | None]:
@@ -122,7 +122,7 @@ def _row_apart(program: Program) -> tuple[Program, Node | None]:
     rest, row = parts.get(program.score, (program.score, None))
     if row is None:
         return program, None
-    return _with_score(program, const(0.0) if rest is None else rest), row
+    return with_score(program, const(0.0) if rest is None else rest), row
 
 
 def _split(
@@ -255,7 +255,7 @@ def with_heads_apart(program: Program) -> tuple[Program, str]:
     return changed, name
 
 
-def _with_score(program: Program, score: Node) -> Program:
+def with_score(program: Program, score: Node) -> Program:
     """``program`` with another score, and without the captures that nothing reads then."""
     changed = replace(program, score=score)
     dims = [dim for tensor in program.tensors for dim in tensor.dims]

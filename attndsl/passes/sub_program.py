@@ -106,7 +106,7 @@ class Localised:
 
 def localised_program(program: Program, changes: Changes) -> Localised:
     """``program`` for the parts that ``changes`` describe."""
-    names = _FreshNames(program)
+    names = FreshNames(program)
     known = _numbers(changes, names)
     known |= {size(name): size(names[name]) for name in changes.sizes}
     tensors = [_with_dims(decl, known, changes.shares) for decl in program.tensors]
@@ -173,7 +173,7 @@ _OTHER_NAMES = {TOKENS: "packed_tokens"}
 """Names of sizes that programs use for something else."""
 
 
-class _FreshNames(dict[str, str]):
+class FreshNames(dict[str, str]):
     """Names that a program does not have, made at their first lookup."""
 
     def __init__(self, program: Program) -> None:
@@ -190,7 +190,7 @@ class _FreshNames(dict[str, str]):
         return name
 
 
-def _numbers(changes: Changes, names: _FreshNames) -> dict[Node, Node]:
+def _numbers(changes: Changes, names: FreshNames) -> dict[Node, Node]:
     """Replacements of the variables that count other things in the part than in the whole."""
     known: dict[Node, Node] = {}
     if changes.requests:
@@ -221,11 +221,11 @@ def _numbers(changes: Changes, names: _FreshNames) -> dict[Node, Node]:
     return known
 
 
-def _packed_token(names: _FreshNames) -> Node:
+def _packed_token(names: FreshNames) -> Node:
     return node(Op.ADD, var("q"), load(names["token_starts"], DType.INT, var("b")))
 
 
-def _add_tokens(known: dict[Node, Node], changes: Changes, names: _FreshNames) -> None:
+def _add_tokens(known: dict[Node, Node], changes: Changes, names: FreshNames) -> None:
     """Add ``token`` and ``tokens`` to ``known``, after all other names are known."""
     if changes.tokens is Tokens.PACKED:
         known[var(TOKEN)] = _packed_token(names)

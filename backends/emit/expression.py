@@ -92,6 +92,8 @@ class CaptureFacts:
     """The variable of each dim, where all that it has at the call's pairs are inside."""
     is_position: bool = False
     """True if elements are below 2**30 in size."""
+    is_padded: bool = False
+    """True if no index leaves it (:class:`attndsl.ir.TensorDecl`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,16 +413,20 @@ class Printer:
         for dim, arg in enumerate(load.args):
             # Where no index has the dims of a tile, the constant gives them to what is read.
             plain = self._is_number(arg) and self._kind(load) is OperandKind.BLOCK
-            if self._is_inside(load, dim, capture):
+            if capture.is_padded:
+                # Steps from one address to the next: each row of a tile keeps its own, and fewer
+                # registers spill than of sums (docs/dev/kernels.md).
+                texts.append(self.at(arg, SUM))
+            elif self._is_inside(load, dim, capture):
                 texts.append(
                     self._text(arg) if plain and not capture.wide else self._converted(arg)
                 )
-                continue
-            index = self._text(arg) if plain else self.value(arg)
-            text = f"tl.minimum(tl.maximum({index}, 0), given.size{dim}_{capture.name} - 1)"
-            if not capture.wide and not fits(self.ranges[arg]):
-                text += ".to(tl.int32)"
-            texts.append(self._local("i", text))
+            else:
+                index = self._text(arg) if plain else self.value(arg)
+                text = f"tl.minimum(tl.maximum({index}, 0), given.size{dim}_{capture.name} - 1)"
+                if not capture.wide and not fits(self.ranges[arg]):
+                    text += ".to(tl.int32)"
+                texts.append(self._local("i", text))
         return texts
 
     def _is_inside(self, load: Node, dim: int, capture: CaptureFacts) -> bool:
@@ -453,9 +459,9 @@ class Printer:
         offset = element_offset(
             self.indices(item), "stride", capture.name, capture.wide, capture.unit_dims
         )
-        # Clamped indices keep all other pairs inside the tensor.
+        # Clamped indices keep all other pairs inside the tensor, and a margin those of a tile.
         guarded = self._is_guarded(item)
-        guard = ", mask=live, other=0" if guarded else ""
+        guard = ", mask=live, other=0" if guarded and not capture.is_padded else ""
         text = f"tl.load(given.t_{capture.name} + {offset}{guard})"
         kind = OperandKind.BLOCK if guarded else OperandKind.SCALAR
         if item.args:

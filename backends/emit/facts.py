@@ -369,6 +369,7 @@ def _capture(decl: TensorDecl, tensor: torch.Tensor) -> CaptureFacts:
         unit_dims=frozenset(d for d, s in enumerate(steps) if s == 1),
         dims=tuple(map(dim_of, decl.dims)),
         is_position=decl.is_position,
+        is_padded=decl.is_padded,
     )
 
 

@@ -16,6 +16,7 @@ from attndsl.ir import NO_ENTRIES
 
 from ..base import UNWRITTEN, Backend, CallGradients, Wants, name_of_call
 from ..gradients.gradient_plan import key_of
+from ..gradients.gradient_terms import names_by_distance
 from ..gradients.row_col_sums import line_gradients, lines_among
 from ..gradients.sink_gradients import add_sink_gradients
 from ..kernels.call_signature import signature_of
@@ -27,11 +28,13 @@ from ..kernels.modules import Modules
 from ..kernels.target import current_machine
 from ..kernels.tile_order import heads_per_wave
 from ..memory_order import empty_like, result_orders, strides, wide_dtype
+from ..tiled.distance_lookups import ON_GPUS, DistanceLookups, call_of_values, wants_of_lookup
 from ..triton.captures import extra_tasks, run_extra
 from ..triton.captures.kind import BackwardState
 from ..triton.family import MAX_HEAD_DIM
 from ..triton.nan_repair import repair_gradients, repair_results, rows_alone
 from ..triton.serve_launch import bits_of_pages, kinds_of_pages, page_facts
+from ..triton.values_by_distance import VALUES, launch_values, work_by_distance
 from .describe import describe_kernels
 from .families import make_families, name_of
 from .kernel_listing import source_of
@@ -71,6 +74,12 @@ class GeneratedBackend(Backend):
         self._placed = next((family for family in families if family.tells_places), None)
         self.fused = first_with(families, Task.FORWARD_TANGENT) is not None
         self._pages = pages
+        self._lookups = DistanceLookups(
+            lambda found, own: launch_values(self._layout(found.values, own, VALUES), found, own),
+            work_by_distance,
+            names_by_distance,
+            ON_GPUS,
+        )
         self.modules = Modules(store)
         self._plans: BoundedCache[GradientPlan] = BoundedCache(
             "plans of gradients by program, operands, wanted gradients", _MAX_LAYOUTS
@@ -120,6 +129,12 @@ class GeneratedBackend(Backend):
             return
         # What will come back is like the output, as far as anybody knows.
         grad_out = empty_like(call.q, call.v.shape[-1])
+        if (found := self._lookups.of(lowered, call)) is not None:
+            own = call_of_values(call)
+            self.modules.start(self._jobs(found.values, own, VALUES, None, None), (), device, False)
+            own = self._lookups.call(found, call, made=False)
+            self.start(found.lowered, own, wants_of_lookup(found, wanted))
+            return
         plan = self._plan(lowered, call, wanted)
         tasks: list[tuple[Task, torch.Tensor | None, Wants | None]] = [
             (Task.FORWARD, None, None), (Task.BACKWARD, grad_out, plan.lines),
@@ -142,6 +157,8 @@ class GeneratedBackend(Backend):
         if q.numel() == 0:
             lse = q.new_empty((2, *q.shape[:3]), dtype=torch.float32)
             return empty_like(q, call.v.shape[-1], wide_dtype(call.wide)), lse
+        if (found := self._lookups.of(lowered, call)) is not None:
+            return self.forward(found.lowered, self._lookups.call(found, call))
         layout = self._layout(lowered, call, Task.FORWARD)
         out, lse = layout.family.forward(layout, lowered, call)
         if lowered.program.bounded and not layout.family.isolates:
@@ -151,7 +168,7 @@ class GeneratedBackend(Backend):
 
     def bound_forward(self, lowered: Lowered, call: Call) -> BoundForward:
         """See :class:`~attndsl.backends.base.Backend`."""
-        if call.q.numel() == 0:
+        if call.q.numel() == 0 or self._lookups.of(lowered, call) is not None:
             return super().bound_forward(lowered, call)
         layout = self._layout(lowered, call, Task.FORWARD)
         if lowered.program.bounded and not layout.family.isolates:
@@ -165,6 +182,7 @@ class GeneratedBackend(Backend):
         if (
             wanted.tensors or wanted.params or lse.numel() == 0 or lowered.program.bounded
             or grad_out.dtype is not call.q.dtype or any(x is not grad_out for x in read)
+            or self._lookups.of(lowered, call) is not None
         ):  # fmt: skip
             return super().bound_backward(lowered, call, backward)
         has_dlse = grad_lse is not None
@@ -203,6 +221,9 @@ class GeneratedBackend(Backend):
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         _, lse, grad_out, _, wanted = backward
+        lookup = self._lookups.of_backward(lowered, call, wanted) if lse.numel() else None
+        if lookup is not None:
+            return self._lookups.backward(lookup, call, backward, self.backward)
         if grad_out.dtype is not call.q.dtype:  # An operand of products, as they take it.
             grad_out = grad_out.to(call.q.dtype)
             backward = backward._replace(grad_out=grad_out)
@@ -273,6 +294,15 @@ class GeneratedBackend(Backend):
         moving = family.movable(moving_of(lowered, call, moved))
         return family.tangents(self._tangent_layout(family, moving, task), moving, None)
 
+    def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        if (found := self._lookups.of(lowered, call)) is None:
+            return super().runner(lowered, call)
+        own, given = self._lookups.call(found, call), {**call.params, **call.tensors}
+        learned = any(getattr(given[name], "requires_grad", False) for name in found.learned)
+        own.tensors[found.tensor].requires_grad_(learned)
+        return self.runner(found.lowered, own)
+
     def choices(
         self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
         wants: Wants | None,
@@ -299,7 +329,8 @@ class GeneratedBackend(Backend):
 
     def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
         """See :class:`~attndsl.backends.base.Backend`."""
-        return describe_kernels(self, self.families, lowered, head_dim)
+        lines = describe_kernels(self, self.families, lowered, head_dim)
+        return [*lines, *self._lookups.described(lowered)]
 
     def source(
         self, lowered: Lowered, call: Call, direction: str, wants: Wants,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op, Program, const, dependencies, param
 from attndsl.passes.differentiate import differentiate
+from attndsl.passes.distance import varies_with_distance_alone
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -78,3 +79,18 @@ def is_plain(term: Term) -> bool:
 
 ONE = const(1.0)
 """Factor of a term that is added to the score as it is."""
+
+
+def names_by_distance(lowered: Lowered, names: Collection[str]) -> frozenset[str]:
+    """The subset of ``names`` whose gradients are sums of the score's by distance."""
+    roots: dict[str, list[Node]] = {}
+    others = set()
+    for term in terms_of(lowered, names):
+        roots.setdefault(term.name, []).extend((*term.factors.values(), *term.leaf.args))
+        if term.factors.keys() != {"score"}:
+            others.add(term.name)
+    return frozenset(
+        name
+        for name, found in roots.items()
+        if name not in others and varies_with_distance_alone(*found)
+    )

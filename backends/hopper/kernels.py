@@ -124,7 +124,7 @@ def _is_long_with_params(job: Job) -> bool:
     return (
         pair is not None
         and any(item.op is Op.PARAM for item in toposort(pair))
-        and instructions((pair,), job.facts) > _MOST_WORK_BESIDE_PARAMS
+        and instructions((pair,), job.facts.names()) > _MOST_WORK_BESIDE_PARAMS
     )
 
 

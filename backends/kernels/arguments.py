@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _STATISTICS = (
     "LSE", "LSE_MOVED", "LSE_OF_TOKENS", "DLSE", "LSE_SHIFT", "LSE_REST", "DELTA", "SUMS",
-    "DISTANCE_SUMS", "LINE_SUMS", "PARTS", "results_sum",
+    "DISTANCE_SUMS", "DISTANCE_VALUES", "LINE_SUMS", "PARTS", "results_sum",
 )  # fmt: skip
 _LISTS = {
     "kinds": "*i8",

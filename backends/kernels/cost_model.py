@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
+    from ..emit.expression import LeafNames
     from ..emit.facts import KernelFacts
 
 _INSTRUCTIONS = {
@@ -60,7 +61,7 @@ def work_of_pair(
         names = {*facts.tensor_gradients, *facts.param_gradients}
         roots.append(lowered.derivative.score)
         roots += [root for term in terms_of(lowered, names) for root in term.factors.values()]
-    return instructions(tuple(root for root in roots if root is not None), facts)
+    return instructions(tuple(root for root in roots if root is not None), facts.names())
 
 
 def work_of_mask(lowered: Lowered, facts: KernelFacts) -> int:
@@ -71,7 +72,7 @@ def work_of_mask(lowered: Lowered, facts: KernelFacts) -> int:
     mask = lowered.program.mask
     if mask is None or "score" in dependencies(mask)[mask]:
         return 0
-    return instructions((mask,), facts)
+    return instructions((mask,), facts.names())
 
 
 def work_of_score(lowered: Lowered, facts: KernelFacts) -> int:
@@ -87,7 +88,7 @@ def work_of_score(lowered: Lowered, facts: KernelFacts) -> int:
         for item in toposort(*present)
         if item.op is Op.POW and "score" in varies[item] and _is_small(item.args[1])
     )
-    return instructions(present, facts, frozenset({"score"})) - products
+    return instructions(present, facts.names(), frozenset({"score"})) - products
 
 
 def _is_small(exponent: Node) -> bool:
@@ -96,10 +97,9 @@ def _is_small(exponent: Node) -> bool:
 
 
 def instructions(
-    roots: tuple[Node, ...], facts: KernelFacts, along: frozenset[str] = frozenset()
+    roots: tuple[Node, ...], names: LeafNames, along: frozenset[str] = frozenset()
 ) -> int:
     """Instructions of ``roots`` for each pair: what varies along all of ``along``, or at all."""
-    names = facts.names()
     varies, limits = dependencies(*roots), ranges(roots, names.int_bits, names.from_zero)
     small = small_angles(roots, names.int_bits, names.from_zero, names.reach)
     forms = FORMS[names.forms]

@@ -17,6 +17,8 @@ from ..dense.row_lookups import add_elements, add_rows, gradients_of_rows, rows_
 from .tile_expressions import work_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from attndsl.ir import Node
     from attndsl.passes.differentiate import Derivative
 
@@ -82,6 +84,21 @@ class CaptureSums:
                 self._add_product(leaf, part, tile)
             else:
                 self._add_at(leaf, part, tile)
+
+    def add_line(
+        self, term: tuple[Node, Node], names: Collection[str], sums: torch.Tensor, start: int
+    ) -> bool:
+        """Add ``sums`` (batch, heads, distances) at ``start``; return False for any other term.
+
+        ``names`` are tensors of values by distance, as :mod:`.distance_lookups` makes them.
+        """
+        leaf, factor = term
+        if leaf.value not in names or factor is not _ONE:
+            return False
+        others = {0, 1} - {("b", "h").index(str(arg.value)) for arg in leaf.args[:-1]}
+        place = self._tensors[str(leaf.value)].narrow(-1, start, sums.shape[-1])
+        place += sums.sum(sorted(others), dtype=place.dtype) if others else sums
+        return True
 
     def _add_at(self, load: Node, part: torch.Tensor, tile: Tile) -> None:
         total = self._tensors[str(load.value)]

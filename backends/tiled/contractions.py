@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, dependencies, leaf_names, sides, toposort, var
 from attndsl.passes.fold_dots import with_heads_apart
-from attndsl.pipeline import lower_program
+from attndsl.pipeline import MADE, lower_program
 
 from ..base import Backend, CallGradients
 from ..dense.row_lookups import rows_at
@@ -110,7 +109,7 @@ class WidenedBackend(Backend):
         if why_tiles(lowered, call) is not None:
             return self, lowered, call
         wide = Wide(lowered, call)
-        return self.kernels, wide.lowered, wide.call
+        return self.kernels.runner(wide.lowered, wide.call)
 
     def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
         """Lines on the operations that run the contractions, and the kernels' own lines."""
@@ -337,11 +336,15 @@ class Wide:
         return arranged_like(parts.sum(2, dtype=work_dtype(self._given)), like, dtype)
 
 
-@memoised("programs with heads apart", 256)
 def _with_heads_apart(program: Program) -> tuple[Lowered, str]:
     """Lowered program, and name, that :func:`~attndsl.passes.fold_dots.with_heads_apart` gives."""
-    found, name = with_heads_apart(program)
-    return lower_program(found), name
+
+    def make() -> tuple[Lowered, str]:
+        found, name = with_heads_apart(program)
+        return lower_program(found), name
+
+    made: tuple[Lowered, str] = MADE.get_or_make((with_heads_apart, program), make)
+    return made
 
 
 def _tile(call: Call, along: str) -> Tile:

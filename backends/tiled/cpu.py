@@ -23,9 +23,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from attndsl.ir import dependencies
+
 from ..base import Backend
 from ..dense.reference import check_meaning
 from .backward_steps import StepGradients
+from .distance_lookups import ON_CPUS, DistanceLookups, evaluated_values
 from .forward_steps import StepOutputs
 from .sdpa import is_plain, is_plain_backward
 from .sdpa_causal import Triangles
@@ -35,12 +38,19 @@ from .step_plan import Plans, limits_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, CallGradients
     from .step_plan import QueryStep
 
 _UNCHANGED: AbstractContextManager[object] = nullcontext()
+
+
+def _work_of(part: Node, exact: bool) -> int:
+    """Work of an expression for a pair: each operation of torch counts as three instructions."""
+    varies = dependencies(part)
+    return 3 * sum(bool(x.args) and {"q", "kv"} <= varies[x] for x in varies)
 
 
 class Strategy(Protocol):
@@ -79,6 +89,7 @@ class CPUBackend(Backend):
     def __init__(self) -> None:
         self._plans = Plans()
         self._triangles = Triangles()
+        self._lookups = DistanceLookups(evaluated_values, _work_of, lambda _, names: names, ON_CPUS)
 
     def why_not(self, device: torch.device) -> str | None:
         """None: it is made of torch operations, and runs wherever they do."""
@@ -87,6 +98,10 @@ class CPUBackend(Backend):
     def check(self, lowered: Lowered, call: Call) -> None:
         """Refuse what has no meaning; see :func:`~..dense.reference.check_meaning`."""
         check_meaning(lowered.program)
+
+    def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
+        """A line on what is looked up by distance."""
+        return self._lookups.described(lowered)
 
     def choose(
         self, lowered: Lowered, call: Call, backward: Backward | None = None
@@ -110,6 +125,8 @@ class CPUBackend(Backend):
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
         with _without_grad(), _without_autocast(call.q.device.type):
+            if (found := self._lookups.of(lowered, call)) is not None:
+                return self.forward(found.lowered, self._lookups.call(found, call))
             for strategy in self.choose(lowered, call):
                 results = strategy.forward(lowered, call)
                 if results is not None:
@@ -119,6 +136,8 @@ class CPUBackend(Backend):
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         with torch.no_grad(), _without_autocast(call.q.device.type):
+            if (lookup := self._lookups.of(lowered, call)) is not None:
+                return self._lookups.backward(lookup, call, backward, self.backward)
             for strategy in self.choose(lowered, call, backward):
                 found = strategy.backward(lowered, call, backward)
                 if found is not None:

@@ -13,6 +13,7 @@ import torch
 
 from attndsl.foundation.caches import memoised
 from attndsl.ir import Op, dependencies, toposort
+from attndsl.passes.distance import is_distance
 from attndsl.passes.index_bounds import reads_inside
 
 from ..dense.interpret import RULES, LeafValues, scope_of
@@ -174,11 +175,33 @@ class Tile:
                 tensor = tensor.unsqueeze(dim)
         return tensor
 
+    def _diagonals(
+        self, load: Node, index: torch.Tensor, tensor: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Elements by distance, each row a slice of the tensor; None where they are none.
+
+        ``index`` is the load's last one. Slices take a tenth of the time of elements.
+        """
+        *others, distance = load.args
+        rows, columns = index.shape[2:]
+        if tensor.device.type != "cpu" or index.numel() == 0 or not is_distance(distance):
+            return None
+        first, number = int(index[0, 0, 0, 0]) - (columns - 1), rows + columns - 1
+        found = self.view(tuple(others), tensor)
+        if found is None or found.shape[2:4] != (1, 1) or not {"q", "kv"} <= self.ranges.keys():
+            return None
+        if not reads_inside([(first, first + number)], tensor.shape[-1:]):
+            return None
+        line = found[:, :, 0, 0].narrow(-1, first, number).flip(-1)
+        return line.unfold(-1, columns, 1).flip(-2)
+
     def _load(self, load: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
         tensor = self.scope.tensors[str(load.value)]
         found = self.view(load.args, tensor)
         if found is None:
             args = tuple(values[arg] for arg in load.args)
-            return RULES[Op.LOAD](load, args, self.scope)
+            found = self._diagonals(load, args[-1], tensor)
+            if found is None:
+                return RULES[Op.LOAD](load, args, self.scope)
         kinds = {"bool": torch.bool, "int": torch.int64, "float": self.scope.dtype}
         return found.to(kinds[load.dtype.value])

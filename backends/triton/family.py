@@ -21,6 +21,7 @@ from ..memory_order import empty_fp32, given_room, rows_contiguous
 from .captures import BY_TASK, KINDS
 from .kernels import FIXED, KERNELS
 from .tangent_launch import launch_tangent
+from .values_by_distance import VALUES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,9 @@ def facts_of_task(
         facts = with_gradients(facts, wanted)
     if task in BY_TASK:
         facts = BY_TASK[task].facts(facts, lowered, call)
+    if task is VALUES:
+        # There the position of a query is a distance, of either sign.
+        facts = replace(facts, shifted=True, reach=None)
     if task not in _WITH_FP32_RESULTS:
         facts = replace(facts, wide_out=False, wide_gradients=False)
     return facts

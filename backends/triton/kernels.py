@@ -16,6 +16,7 @@ from . import tiles
 from .captures import KINDS
 from .generate import attention_text
 from .generate_gradients import COLUMNS, ROWS
+from .values_by_distance import KERNEL as DISTANCE_VALUES
 
 if TYPE_CHECKING:
     from ..kernels.config import Config
@@ -88,7 +89,7 @@ REPAIR = replace(FORWARD, name="repair", tasks=frozenset({Task.REPAIR}))
 REPAIR_KV = replace(BACKWARD_KV, name="repair_kv", tasks=frozenset({Task.REPAIR_GRADIENTS}))
 REPAIR_Q = replace(BACKWARD_Q, name="repair_q", tasks=frozenset({Task.REPAIR_GRADIENTS}))
 KERNELS: tuple[Kernel, ...] = (
-    FORWARD, BACKWARD_KV, BACKWARD_Q, TANGENT, REPAIR, REPAIR_KV, REPAIR_Q,
+    FORWARD, BACKWARD_KV, BACKWARD_Q, TANGENT, REPAIR, REPAIR_KV, REPAIR_Q, DISTANCE_VALUES,
     *(kernel for kind in KINDS for kernel in kind.kernels),
 )  # fmt: skip
 """In the order in which a task launches them."""

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from attndsl.passes.distance import varies_with_distance_alone
+from attndsl.passes.look_up_distance import MARGIN
 
 from ...gradients.gradient_plan import captures_of
-from ...gradients.gradient_terms import terms_of
+from ...gradients.gradient_terms import names_by_distance
 from ...kernels.config import Config
 from ...tiled.capture_gradients import CaptureSums
-from ...tiled.step_plan import QueryStep
-from ...tiled.tile_expressions import Expressions
+from ...tiled.distance_lookups import tile_of_distances
 from ..generate import EXTRA
 from ..generate_gradients import Sums
 from ..tiles import Tiles, pair_bytes
@@ -30,7 +27,8 @@ from .kind import OwnKernels, own_kernel
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from attndsl.ir import Node
+    import torch
+
     from attndsl.pipeline import Lowered
 
     from ...base import Call, CallGradients
@@ -67,17 +65,7 @@ def by_distance(lowered: Lowered, call: Call, names: Collection[str]) -> frozens
     """The tensors and params of ``names`` whose gradients are sums along diagonals."""
     if not names or call.indexed:
         return frozenset()
-    roots: dict[str, list[Node]] = {}
-    others = set()
-    for term in terms_of(lowered, names):
-        roots.setdefault(term.name, []).extend((*term.factors.values(), *term.leaf.args))
-        if term.factors.keys() != {"score"}:
-            others.add(term.name)
-    return frozenset(
-        name
-        for name, found in roots.items()
-        if name not in others and varies_with_distance_alone(*found)
-    )
+    return names_by_distance(lowered, names)
 
 
 def sums_of_distances(sums: torch.Tensor) -> torch.Tensor:
@@ -102,28 +90,18 @@ def add_distance_gradients(
     names: frozenset[str],
     found: CallGradients,
 ) -> CallGradients:
-    """``found`` with the gradients of ``names``.
+    """``found`` with the gradients of ``names``, which are of :func:`by_distance`.
 
-    Args:
-        lowered: The program.
-        call: As of the backward.
-        sums: (batch, heads, distances) fp32, sums of dS along diagonals.
-        first: The first distance, row of the query less row of the key; each next is one more.
-        names: Of :func:`by_distance`.
-        found: The gradients of all else.
+    ``sums`` (batch, heads, distances) fp32 are those of dS along diagonals, from that of ``first``
+    on: row of the query less row of the key.
     """
-    batch, heads, number = sums.shape
-    distances = torch.arange(first, first + number, device=sums.device)
-    # As if each distance were a query, and its key the position 0.
-    as_queries = call._replace(
-        q=call.q.new_empty((batch, heads, len(distances), 1)),
-        k=call.k.new_empty((batch, call.k.shape[1], 1, 1)),
-        q_offset=0, kv_offset=0, q_index=distances + call.q_offset - call.kv_offset,
-    )  # fmt: skip
     totals = CaptureSums(call, captures_of(call, names))
-    step = QueryStep((0, batch), (0, heads), (0, len(distances)), ())
-    tile = Expressions(as_queries).tile(step, (0, 1), sums.new_empty((batch, heads, 1, 1)))
-    totals.add(totals.of_score(lowered.derivative), sums[..., None], tile)
+    terms, start = totals.of_score(lowered.derivative), first + call.k.shape[2] + MARGIN
+    padded = {decl.name for decl in lowered.program.tensors if decl.is_padded}
+    terms = tuple(term for term in terms if not totals.add_line(term, padded, sums, start))
+    if terms:
+        batch, heads, number = sums.shape
+        totals.add(terms, sums[..., None], tile_of_distances(call, (batch, heads), first, number))
     return found.plus(totals.tensors(), totals.params())
 
 
