@@ -29,6 +29,7 @@ from attndsl.ir import (
     size,
     substitute,
     toposort,
+    var,
 )
 from attndsl.passes.int_ranges import ranges
 from attndsl.pipeline import lower_program
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _UNIT = 16
 """Lengths of a map's rows are multiples of this, so that calls of similar lengths have equal ones,
 and rows begin at addresses that kernels read well."""
+_TOKEN = var(TOKEN)
 _MOST = 1 << 27
 """Most elements of a row of a map."""
 
@@ -58,6 +60,9 @@ class _ListMap(NamedTuple):
     """The list."""
     shifted: bool
     """True if values of the left side may be negative."""
+    split: int | None
+    """Dim along which the list's rows are tokens, where the map has a dim of batch entries and one
+    of queries; None if there is none."""
 
     @property
     def width(self) -> str:
@@ -81,11 +86,11 @@ class ListMaps:
 
     def applied(self, call: Call) -> Call:
         """``call`` with maps in place of its lists."""
-        own = self.sizes
-        tensors = {
-            each.name: _map_of(call.tensors[each.of], own[each.width], own.get(each.shift, 0))
-            for each in self.maps
-        }
+        own, rows = self.sizes, call.q.shape[::2][:2]
+        tensors = {}
+        for each in self.maps:
+            found = _map_of(call.tensors[each.of], own[each.width], own.get(each.shift, 0))
+            tensors[each.name] = found if each.split is None else found.unflatten(each.split, rows)
         part = call.part
         if part is not None and part.shares:
             more = {(x.name, dim) for x in self.maps for name, dim in part.shares if name == x.of}
@@ -107,7 +112,7 @@ def maps_of(lowered: Lowered, call: Call) -> ListMaps | None:
         return None
     found = _ranges_of(elements, call)
     shifted = tuple(low < 0 for low, _ in found)
-    moved, maps = remade(_with_maps, lowered.written, shifted)
+    moved, maps = remade(_with_maps, lowered.written, (shifted, call.part is None))
     return ListMaps(moved, maps, _sizes_of(maps, found))
 
 
@@ -125,8 +130,15 @@ def with_maps(lowered: Lowered, call: Call) -> tuple[Lowered, Call]:
     return (lowered, call) if maps is None else (maps.lowered, maps.applied(call))
 
 
-def _with_maps(program: Program, shifted: tuple[bool, ...]) -> tuple[Lowered, tuple[_ListMap, ...]]:
-    """A program in which all conditions of lists look up maps, and these."""
+def _with_maps(
+    program: Program, how: tuple[tuple[bool, ...], bool]
+) -> tuple[Lowered, tuple[_ListMap, ...]]:
+    """A program in which all conditions of lists look up maps, and these.
+
+    ``how`` says which left sides may be negative, and whether rows of q are positions: a map by
+    ``token`` is one by ``b`` and ``q`` then, which kernels read by tiles.
+    """
+    shifted, whole = how
     taken = {decl.name for decl in program.captures()} | {*program.dim_names()}
     maps: list[_ListMap] = []
     declared = {decl.name: decl for decl in program.tensors}
@@ -137,11 +149,16 @@ def _with_maps(program: Program, shifted: tuple[bool, ...]) -> tuple[Lowered, tu
         while name in taken:
             number, name = number + 1, f"{of.name}_map{number}"
         taken.add(name)
-        own = _ListMap(name, of.name, negative)
-        maps.append(own)
-        declared[name] = TensorDecl(name, DType.BOOL, (*of.dims[:-1], size(own.width)), of.span)
         # Sides may have conditions of this kind themselves.
         element, *indices = (substitute(arg, found) for arg in item.args)
+        dims = list(of.dims[:-1])
+        split = indices.index(_TOKEN) if whole and _TOKEN in indices else None
+        if split is not None:
+            indices[split : split + 1] = var("b"), var("q")
+            dims[split : split + 1] = size("batch"), size("q_len")
+        own = _ListMap(name, of.name, negative, split)
+        maps.append(own)
+        declared[name] = TensorDecl(name, DType.BOOL, (*dims, size(own.width)), of.span)
         place = node(Op.ADD, element, size(own.shift)) if negative else element
         found[item] = load(name, DType.BOOL, *indices, place, span=item.span)
     changed = _replaced(program, found)

@@ -69,6 +69,14 @@ CASES = {
             torch.where(has(KV, c[:, None, :, None]), 1, KV // 9), c[:, 2][:, None, None, None]
         ),
     ),
+    "tokens of each token": (
+        "tensor c[tokens, n]: int; mask = causal() and kv in c[token, :]", (B * ROWS, 9),
+        lambda c: (Q >= KV) & has(KV, c.view(B, 1, ROWS, 1, -1)),
+    ),
+    "tokens of each token and head": (
+        "tensor c[heads, tokens, n]: int; mask = kv in c[h, token, :]", (H, B * ROWS, 9),
+        lambda c: has(KV, c.view(H, B, ROWS, 1, -1).transpose(0, 1)),
+    ),
     "empty lists": (
         PER_ROW + "mask = kv < 3 or kv in c[b, q, :]", (B, ROWS, 0), lambda c: KV < 3,
     ),
@@ -188,6 +196,24 @@ def test_served_requests_read_their_lists():
         wanted = expected(q[own].transpose(0, 1)[None], k, v, live)
         close(out[own].transpose(0, 1)[None], wanted)
         first += number
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("options", [{"q_offset": 3}, {"q_offset": 3, "q_len": 40}])
+def test_rows_by_token_are_those_of_this_call_wherever_it_begins(backend, options):
+    """Several calls by one attention, whose maps have other dims."""
+    attention = attndsl.compile(
+        "tensor c[tokens, n]: int; mask = kv in c[token, :]", backend=backend
+    )
+    q, k, v = operands()
+    for more in ({}, options, {}):
+        c = torch.randint(-2, KEYS, (B * ROWS, 9))
+        if "q_len" in more:
+            c = torch.randint(-2, KEYS, (B * 40, 9))
+            rows = c.view(B, 1, 40, 1, 9)[:, :, 3 : 3 + ROWS]
+        else:
+            rows = c.view(B, 1, ROWS, 1, 9)
+        close(attention(q, k, v, c=c, **more), expected(q, k, v, has(KV, rows)))
 
 
 def test_tokens_may_be_on_either_side():

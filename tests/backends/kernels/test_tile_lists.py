@@ -88,17 +88,17 @@ def test_conditions_are_evaluated_by_cells(device, name, sizes, place):
     shape = [2, *(length if dim.value == "q_len" else dim.value for dim in decl.dims[1:])]
     given = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.3
     given[:, :4] = True
-    call = call_of(lowered, length, length, heads=2, map=given)
+    call, places = call_of(lowered, length, length, heads=2, map=given), {}
     if place != "none" and "q_len" not in CELLS[name]:
-        moved = {
+        places = {
             "offsets": {"q_offset": 7, "kv_offset": 2},
-            "tensor": {"q_offset": torch.tensor(7, device=device)},
-            "index": {"q_index": torch.arange(length, device=device).flip(0)},
+            "tensor": {"q_offset": torch.tensor(7)},
+            "index": {"q_index": torch.arange(length).flip(0)},
         }[place]
-        call = call._replace(**moved)
-    wanted = true_kinds(lowered, call, *sizes)
+    wanted = true_kinds(lowered, call._replace(**places), *sizes)
     q = torch.empty(1, 2, length, 1, device=device)
-    call = call._replace(q=q, k=q, v=q, tensors={"map": given.to(device)})
+    places = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in places.items()}
+    call = call._replace(q=q, k=q, v=q, tensors={"map": given.to(device)}, **places)
     facts = facts_of(lowered.program, call)
     own = torch.device(device)
     kernels = lists_of_size(Modules(default_cache()), lowered, facts, own, *sizes)
