@@ -11,10 +11,12 @@ Non-goals: left sides without bounds, such as positions that only a tensor tells
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from attndsl.backends.kernels.device import stream_of
+from attndsl.backends.kernels.tile_list_cache import KeptLists
 from attndsl.errors import UnsupportedError
 from attndsl.ir import (
     TOKEN,
@@ -34,7 +36,9 @@ from attndsl.ir import (
 from attndsl.passes.int_ranges import ranges
 from attndsl.pipeline import lower_program
 
+from .dispatch import get_backend
 from .remade_programs import remade
+from .value_checks import has_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +51,10 @@ if TYPE_CHECKING:
 _UNIT = 16
 """Lengths of a map's rows are multiples of this, so that calls of similar lengths have equal ones,
 and rows begin at addresses that kernels read well."""
+_MOST_KEPT = 1 << 29
+"""Most bytes of maps, which go when their lists go."""
+_MAPS = KeptLists("maps of lists by sizes, lists and their versions", most_bytes=_MOST_KEPT)
+"""See M74 in docs/dev/measured.md."""
 _TOKEN = var(TOKEN)
 _MOST = 1 << 27
 """Most elements of a row of a map."""
@@ -61,8 +69,7 @@ class _ListMap(NamedTuple):
     shifted: bool
     """True if values of the left side may be negative."""
     split: int | None
-    """Dim along which the list's rows are tokens, where the map has a dim of batch entries and one
-    of queries; None if there is none."""
+    """Dim of tokens in place of which the map has one of batch entries and one of queries."""
 
     @property
     def width(self) -> str:
@@ -90,7 +97,10 @@ class ListMaps:
         tensors = {}
         for each in self.maps:
             found = _map_of(call.tensors[each.of], own[each.width], own.get(each.shift, 0))
-            tensors[each.name] = found if each.split is None else found.unflatten(each.split, rows)
+            if each.split is not None:
+                shape = found.shape
+                found = found.view(*shape[: each.split], *rows, *shape[each.split + 1 :])
+            tensors[each.name] = found
         part = call.part
         if part is not None and part.shares:
             more = {(x.name, dim) for x in self.maps for name, dim in part.shares if name == x.of}
@@ -236,7 +246,24 @@ def _sizes_of(maps: tuple[_ListMap, ...], found: list[Range]) -> dict[str, int]:
 
 
 def _map_of(listed: torch.Tensor, width: int, shift: int) -> torch.Tensor:
-    """Bools (..., width): True where a row of ``listed`` (..., n) has ``place - shift``."""
+    """Bools (..., width): True where a row of ``listed`` (..., n) has ``place - shift``.
+
+    Layers that share a list share its map, and so the tiles that follow from it.
+    """
+    if not has_values(listed):
+        return _by_torch(listed, width, shift)
+    device = listed.device
+    make = _by_torch
+    if listed.is_cuda and get_backend("triton").why_not(device) is None:
+        from attndsl.backends.triton.list_map_launch import launch_list_map  # Imports Triton.
+
+        make = launch_list_map
+    place = width, shift, stream_of(device)
+    found = _MAPS.of(place, [listed], device, lambda: [make(listed.detach(), width, shift)])
+    return cast("torch.Tensor", found[0])
+
+
+def _by_torch(listed: torch.Tensor, width: int, shift: int) -> torch.Tensor:
     places = listed.detach().long() + shift
     outside = (places < 0) | (places >= width - 1)
     places = torch.where(outside, width - 1, places)

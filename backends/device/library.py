@@ -263,6 +263,22 @@ def as_block(x):
 
 
 @triton.jit
+def load_of_blocks(row, kv, first, count, step, SIZE: tl.constexpr):
+    """Elements of a tile's rows at ``row``, of which keys ``kv`` have one for each block of SIZE.
+
+    The tile's first key is a multiple of its number of keys, which is a power of two, and so is
+    SIZE. ``count`` blocks are ``step`` apart; later ones are the last. See M74 in
+    docs/dev/measured.md.
+    """
+    KEYS: tl.constexpr = kv.shape[0] * kv.shape[1]
+    found = tl.load(row + tl.minimum(first // SIZE, count - 1) * step)
+    for block in tl.static_range(1, KEYS // SIZE):
+        more = tl.load(row + tl.minimum(first // SIZE + block, count - 1) * step)
+        found = tl.where(kv >= first + block * SIZE, more, found)
+    return found
+
+
+@triton.jit
 def int_floordiv(a, b):
     """Quotient rounded down, as in Python; 0 where the divisor is 0."""
     divisor = tl.where(b == 0, 1, b)

@@ -8,15 +8,16 @@ tile. Floats are fp32; ints are 32 bits where :mod:`attndsl.passes.int_ranges` p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import COMPARISONS, SIZES, DType, Node, Op, dependencies, mentions, toposort
+from attndsl.ir import COMPARISONS, SIZES, DType, Node, Op, dependencies, mentions, toposort, var
 from attndsl.passes.index_bounds import stays_inside
 from attndsl.passes.int_ranges import INT32, fits, ranges
 from attndsl.passes.trig_ranges import small_angles
 
-from ..fast_math import EXACT, FORMS, fast_nodes
+from ..fast_math import FORMS, fast_nodes
+from .leaf_names import made_field
 from .operand_kinds import (
     AND,
     ATOM,
@@ -35,14 +36,17 @@ from .operand_kinds import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from attndsl.passes.evaluate import Value
-    from attndsl.passes.index_bounds import Dim
+
+    from .leaf_names import CaptureFacts, LeafNames
 
 _POSITIONS = ("q", "kv")
 _SHIFTS = {"$q_offset": "shift.q", "$kv_offset": "shift.kv"}
 _VARY_BY_PAIR = frozenset({"q", "kv"})
+_LEAST_BLOCK = 32
+"""Keys of a block from which on each row of a tile looks up a block's element once."""
 _MAX_INLINE = 6
 """Operators that one line may nest before a local is introduced."""
 
@@ -74,60 +78,6 @@ _FLOAT_TWO = {Op.FLOORDIV: "float_floordiv", Op.MOD: "float_mod"}
 
 
 @dataclass(frozen=True, slots=True)
-class CaptureFacts:
-    """Facts by which a kernel reaches a captured tensor."""
-
-    name: str
-    dtype: DType
-    rank: int
-    bits: int
-    """Bits of an element."""
-    wide: bool
-    """True if offsets within the tensor need 64 bits."""
-    unit_dims: frozenset[int] = frozenset()
-    """Dims whose stride is 1."""
-    dims: tuple[Dim, ...] = ()
-    """Each dim as it is declared."""
-    exact: tuple[str, ...] = ()
-    """The variable of each dim, where all that it has at the call's pairs are inside."""
-    is_position: bool = False
-    """True if elements are below 2**30 in size."""
-    is_padded: bool = False
-    """True if no index leaves it (:class:`attndsl.ir.TensorDecl`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeafNames:
-    """Names of leaves, and facts known of them."""
-
-    captures: Mapping[str, CaptureFacts]
-    int_bits: Mapping[str, int]
-    """Bits of int params and int tensors."""
-    head_dim: int
-    from_zero: bool = False
-    """True if logical positions are row numbers."""
-    reach: int | None = None
-    """Number above all row numbers and sizes, where it makes angles small
-    (:mod:`attndsl.passes.trig_ranges`)."""
-    scalar: bool = False
-    """True if values are scalars, as in loop bounds, rather than parts of a tile."""
-    forms: str = EXACT
-    """Set of fast forms that functions may take (:mod:`..fast_math`)."""
-    packed_heads: bool = False
-    """True if a tile's rows are of several query heads, so that ``h`` varies along them as ``q``
-    does."""
-    locals: Mapping[Node, str] = field(default_factory=dict)
-    """Names of locals that hold some expressions, each of which then has a line of its own."""
-    made: frozenset[str] = frozenset()
-    """Captures with one int for each batch entry, of which the kernel has that of its own."""
-
-
-def made_field(name: str) -> str:
-    """Name in ``given`` of the value of a capture that the kernel makes itself."""
-    return f"own_{name}"
-
-
-@dataclass(frozen=True, slots=True)
 class Printed:
     """Lines that define locals, and one expression text a root."""
 
@@ -154,11 +104,16 @@ def print_expressions(roots: tuple[Node, ...], names: LeafNames) -> Printed:
 
 
 def element_offset(
-    indices: list[str], stride: str, name: str, wide: bool, unit_dims: frozenset[int]
+    indices: Sequence[str | None], stride: str, name: str, wide: bool, unit_dims: frozenset[int]
 ) -> str:
-    """Offset of an element of ``name``, given its index texts, in ``given.{stride}{n}_{name}``."""
+    """Offset of an element of ``name``, given its index texts, in ``given.{stride}{n}_{name}``.
+
+    Dims without a text are left out.
+    """
     terms = []
     for dim, index in enumerate(indices):
+        if index is None:
+            continue
         factor = f"{index}.to(tl.int64)" if wide else index
         terms.append(factor if dim in unit_dims else f"{factor} * given.{stride}{dim}_{name}")
     return " + ".join(terms) if terms else "0"
@@ -406,11 +361,17 @@ class Printer:
             else self.at(item, ATOM)
         )
 
-    def indices(self, load: Node) -> list[str]:
-        """Index texts of ``load``: locals, clamped into the tensor where they might leave it."""
+    def indices(self, load: Node, but: int = -1) -> list[str | None]:
+        """Index texts of ``load``: locals, clamped into the tensor where they might leave it.
+
+        None along dim ``but``.
+        """
         capture = self.names.captures[str(load.value)]
-        texts = []
+        texts: list[str | None] = []
         for dim, arg in enumerate(load.args):
+            if dim == but:
+                texts.append(None)
+                continue
             # Where no index has the dims of a tile, the constant gives them to what is read.
             plain = self._is_number(arg) and self._kind(load) is OperandKind.BLOCK
             if capture.is_padded:
@@ -456,13 +417,16 @@ class Printer:
         capture = self.names.captures[str(item.value)]
         if capture.name in self.names.made:
             return Operand(f"given.{made_field(capture.name)}", ATOM, OperandKind.SCALAR)
-        offset = element_offset(
-            self.indices(item), "stride", capture.name, capture.wide, capture.unit_dims
-        )
-        # Clamped indices keep all other pairs inside the tensor, and a margin those of a tile.
         guarded = self._is_guarded(item)
-        guard = ", mask=live, other=0" if guarded and not capture.is_padded else ""
-        text = f"tl.load(given.t_{capture.name} + {offset}{guard})"
+        if (place := self._block_of_keys(item)) is not None:
+            text = self._load_of_blocks(item, *place)
+        else:
+            offset = element_offset(
+                self.indices(item), "stride", capture.name, capture.wide, capture.unit_dims
+            )
+            # Clamped indices keep all other pairs inside the tensor, and a margin those of a tile.
+            guard = ", mask=live, other=0" if guarded and not capture.is_padded else ""
+            text = f"tl.load(given.t_{capture.name} + {offset}{guard})"
         kind = OperandKind.BLOCK if guarded else OperandKind.SCALAR
         if item.args:
             kind = max(kind, self._kind(item))
@@ -474,6 +438,29 @@ class Printer:
             return Operand(f"{block} != 0", COMPARE, kind)
         text = f"{text}.to(tl.int32)" if capture.bits < 32 else text
         return Operand(text, ATOM, kind, max(32, capture.bits))
+
+    def _block_of_keys(self, item: Node) -> tuple[int, int] | None:
+        """The dim along which ``item`` looks up blocks of keys, and the keys of a block."""
+        dims = [dim for dim, arg in enumerate(item.args) if "kv" in self.deps[arg]]
+        if self.names.first_key is None or len(dims) != 1 or not self._is_guarded(item):
+            return None
+        index = item.args[dims[0]]
+        if index.op not in (Op.FLOORDIV, Op.SHR) or "score" in self.deps[item]:
+            return None
+        (of, by), size = index.args, 0
+        if of is var("kv") and by.op is Op.CONST and isinstance(by.value, int):
+            size = 1 << min(by.value, 31) if index.op is Op.SHR else by.value
+        return (dims[0], size) if size >= _LEAST_BLOCK and size & (size - 1) == 0 else None
+
+    def _load_of_blocks(self, item: Node, dim: int, size: int) -> str:
+        """Text of what ``item`` looks up: for each row of a tile once a block of keys."""
+        capture, first_key = self.names.captures[str(item.value)], self.names.first_key
+        assert first_key is not None
+        name, unit_dims = capture.name, capture.unit_dims
+        offset = element_offset(self.indices(item, dim), "stride", name, capture.wide, unit_dims)
+        step = "1" if dim in unit_dims else f"given.stride{dim}_{name}"
+        row, count = f"given.t_{name} + {offset}", f"given.size{dim}_{name}"
+        return self._call("load_of_blocks", row, "kv", first_key, count, step, str(size)).text
 
     def _integer(self, item: Node) -> Operand:
         op, args, kind, bits = item.op, item.args, self._kind(item), self._bits(item)

@@ -18,7 +18,7 @@ from attndsl.passes.trig_ranges import useful_reach
 from ..fast_math import EXACT, forms_for
 from ..memory_order import result_orders, strides
 from .dropout_offsets import kinds_of_draws
-from .expression import CaptureFacts, LeafNames
+from .leaf_names import CaptureFacts, LeafNames
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

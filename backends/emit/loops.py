@@ -14,12 +14,14 @@ from attndsl.ir import Op, const, node
 from attndsl.passes.int_ranges import fits, ranges
 from attndsl.passes.tiles.tile_plan import OWN
 
-from .expression import LeafNames, print_expressions
+from .expression import print_expressions
 from .module_lines import scope_function
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.passes.tiles.tile_plan import LoopPlan, Segment
+
+    from .leaf_names import LeafNames
 
 LIST_PARAMETERS = ["tile_rows", "tile_list", "list_step_b", "list_step_h"]
 """Kernel arguments of a loop whose tiles are listed. ``tile_rows``: int32 (own tiles, 4 or more) a

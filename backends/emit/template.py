@@ -17,8 +17,8 @@ from .module_lines import wrapped
 if TYPE_CHECKING:
     from attndsl.ir import Node
 
-    from .expression import LeafNames
     from .facts import KernelFacts
+    from .leaf_names import LeafNames
 
 
 class Literal(str):

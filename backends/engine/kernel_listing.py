@@ -9,8 +9,8 @@ from attndsl.errors import UnsupportedError
 from attndsl.ir import DType
 
 from ..base import UNWRITTEN, Wants
-from ..emit.expression import CaptureFacts
 from ..emit.facts import facts_of, with_gradients
+from ..emit.leaf_names import CaptureFacts
 from ..emit.local_names import placeholders, with_names
 from ..emit.tangent_programs import moved_name
 from ..kernels.kernel import Task, first_with, jobs_of, kernels_of, plan_of, task_named

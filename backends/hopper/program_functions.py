@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from ..emit.expression import LeafNames
     from ..emit.facts import KernelFacts
+    from ..emit.leaf_names import LeafNames
     from .capture_sums import Learned
 
 
@@ -59,6 +59,9 @@ def print_functions(
     replaced = {**of_q, **of_kv, **of_tiles}
     names = _with_locals(facts.names(), replaced)
     names = replace(names, int_bits={**names.int_bits, **_bits(of_q, names), **_bits(of_kv, names)})
+    of_pair = names
+    if task is not Task.FORWARD_TANGENT and names.from_zero:
+        of_pair = replace(names, first_key="parts.first_key")
 
     def without(root: Node | None) -> Node | None:
         return None if root is None else substitute(root, replaced)
@@ -86,7 +89,7 @@ def print_functions(
         ("drop_probability", program.dropout, "", "With what probability each pair is dropped."),
     )
     printed = [
-        *(_pair_function(name, root, facts, names, doc) for name, root, doc in of_pairs),
+        *(_pair_function(name, root, facts, of_pair, doc) for name, root, doc in of_pairs),
         *(_part_function(*part, facts, names) for part in of_parts),
         _parts_function("q", of_q, facts),
         _parts_function("kv", of_kv, facts),

@@ -241,6 +241,8 @@ class Parts(NamedTuple):
     q: Any
     kv: Any
     pairs: Any
+    first_key: Any
+    """Number of the tile's first key."""
 
 
 class Factors(NamedTuple):

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from ..emit.expression import LeafNames
     from ..emit.facts import KernelFacts
+    from ..emit.leaf_names import LeafNames
 
 _INSTRUCTIONS = {
     Op.MIN: 3, Op.MAX: 3, Op.ABS: 3, Op.SIGN: 7, Op.SHL: 5, Op.SHR: 5, Op.SQRT: 3, Op.RSQRT: 3,

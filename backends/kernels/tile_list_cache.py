@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _MOST_LISTS = 64
 """A training step of two kinds of layers reads six."""
 _MOST_BYTES = 1 << 26
-"""Most bytes of all lists. Finding larger ones takes little beside the attention that reads them,
-and memory that is kept is missing elsewhere."""
+"""Most bytes of lists of tiles. Finding larger ones takes little beside the attention that reads
+them, and memory that is kept is missing elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +47,8 @@ class KeptLists:
 
     name: str
     """Name of the cache, as of a :class:`~attndsl.foundation.caches.BoundedCache`."""
+    most_bytes: int = _MOST_BYTES
+    """Most bytes of all lists."""
     made: int = 0
     """Number of times that lists were made so far."""
     _found: OrderedDict[Hashable, _Kept] = field(default_factory=OrderedDict)
@@ -135,10 +137,10 @@ class KeptLists:
             self._found.pop(key, None)
             for gone in [place for place, other in self._found.items() if not other.lists]:
                 del self._found[gone]
-            if kept.size > _MOST_BYTES:
+            if kept.size > self.most_bytes:
                 return
             self._found[key] = kept
-            while len(self._found) > _MOST_LISTS or self._size() > _MOST_BYTES:
+            while len(self._found) > _MOST_LISTS or self._size() > self.most_bytes:
                 self._found.popitem(last=False)
                 self._evictions += 1
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from attndsl.ir import NO_ENTRIES
 
 from ..emit.device_functions import param_values, parameters, record_of_given
-from ..emit.expression import made_field
 from ..emit.facts import FP8_TYPE, block_widths
+from ..emit.leaf_names import made_field
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.module_lines import wrapped
 from ..emit.template import Products, fill_template

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attndsl.passes.look_up_distance import MARGIN
 
 from ..emit.device_functions import parameters, record_of_given
-from ..emit.expression import LeafNames
+from ..emit.leaf_names import LeafNames
 from ..emit.template import fill_template
 from ..fast_math import forms_for
 from ..kernels.arguments import capture_arguments, origin, plain_arguments

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attndsl
+from attndsl.call import list_maps
 from attndsl.call.list_maps import _map_of
 from attndsl.errors import ProgramErrors, TypeMismatchError, UnsupportedError
 
@@ -196,6 +197,21 @@ def test_served_requests_read_their_lists():
         wanted = expected(q[own].transpose(0, 1)[None], k, v, live)
         close(out[own].transpose(0, 1)[None], wanted)
         first += number
+
+
+def test_layers_share_the_map_of_a_list_until_it_changes():
+    attention, (q, k, v), c, _ = one_call()
+    before = list_maps._MAPS.made
+    for _ in range(3):
+        attention(q, k, v, c=c)
+    assert list_maps._MAPS.made == before + 1
+    for turn in range(2, 4):
+        c.zero_()
+        attention(q, k, v, c=c)
+        assert list_maps._MAPS.made == before + turn
+    held = len(list_maps._MAPS)
+    del c
+    assert len(list_maps._MAPS) == held - 1
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])

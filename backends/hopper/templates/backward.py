@@ -61,7 +61,7 @@ def add_query_tile(
         # Weights times the factor of those that are kept, f; then dS = f P * (dP - delta / f).
         rest = rest - kept.log2
     pair_parts = read_bias(PART, tile_index, PARTIAL, memory.bias) if HAS_BIAS else None
-    parts = Parts(q_parts, keys.parts, pair_parts)
+    parts = Parts(q_parts, keys.parts, pair_parts, keys.first)
     p, p_slope, derivative = weights_of_tile(
         score, first, parts, LogSum(shift, rest), keys, work, PARTIAL
     )

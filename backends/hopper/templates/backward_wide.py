@@ -55,7 +55,7 @@ def add_query_tile(
         score = warpgroup_mma_wait(0, deps=[scoring])
         consumer_release(memory.q, slot)
         pair_parts = read_bias(PART, tile_index, PARTIAL, memory.bias) if HAS_BIAS else None
-        parts = Parts(q_parts, keys.parts, pair_parts)
+        parts = Parts(q_parts, keys.parts, pair_parts, keys.first)
         p, p_slope, derivative = weights_of_tile(
             score, first, parts, LogSum(shift, rest), keys, work, PARTIAL
         )

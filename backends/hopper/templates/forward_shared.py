@@ -162,7 +162,7 @@ def final_scores(
         places = places_of(first, sizes.kv_len, work.origins.kv, KV_KIND, BLOCK_N, KEYS)
         kv = places[None, :]
         live = (numbers < sizes.kv_len)[None, :]
-        parts = Parts(rows.parts, columns.parts, columns.pairs)
+        parts = Parts(rows.parts, columns.parts, columns.pairs, first)
         if PARTIAL and MASKED:
             allowed = mask_of_pair(score, live, parts, rows.q, kv, scope)
         if MODIFIED:

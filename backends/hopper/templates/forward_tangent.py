@@ -26,7 +26,7 @@ def slopes_of_scores(score, rows, columns, work):
     numbers = count_up(first, BLOCK_N, KEYS)
     kv = places_of(first, sizes.kv_len, work.origins.kv, KV_KIND, BLOCK_N, KEYS)[None, :]
     live = (numbers < sizes.kv_len)[None, :]
-    parts = Parts(rows.parts, columns.parts, None)
+    parts = Parts(rows.parts, columns.parts, None, None)
     slope = derivative_of_pair(score, live, parts, rows.q, kv, work.scope)
     slope, _ = gl.broadcast(slope, score)
     return slope
@@ -170,7 +170,7 @@ def consume_work(
     # How fast final scores are where q . k has a speed of 1, but for what differs from pair to pair.
     speed = call.scale
     if HAS_DERIVATIVE and not PAIRWISE_DERIVATIVE:
-        parts = Parts(q_parts, q_parts, None)
+        parts = Parts(q_parts, q_parts, None, None)
         speed = speed * derivative_of_pair(zeros, q == q, parts, q, q, scope)
     factors = factors_of_scores(call.scale, work)
     tiles = visits.partial + visits.full

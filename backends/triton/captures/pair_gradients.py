@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ...base import Call, CallGradients
-    from ...emit.expression import CaptureFacts
     from ...emit.facts import KernelFacts
+    from ...emit.leaf_names import CaptureFacts
     from ...gradients.gradient_plan import GradientShare
     from ...gradients.gradient_terms import Term
     from ...kernels.compile import Executable

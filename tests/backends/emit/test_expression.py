@@ -13,8 +13,9 @@ import attndsl
 from attndsl import ir
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
-from attndsl.backends.emit.expression import CaptureFacts, LeafNames, print_expressions
+from attndsl.backends.emit.expression import print_expressions
 from attndsl.backends.emit.facts import facts_of
+from attndsl.backends.emit.leaf_names import CaptureFacts, LeafNames
 from attndsl.backends.engine.backend import generated_backend
 from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, size, var
 from attndsl.pipeline import lower_program

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attndsl.backends.device.records import Head, Scope, Shift, Sizes, Visits
-from attndsl.backends.emit.expression import LeafNames
+from attndsl.backends.emit.leaf_names import LeafNames
 from attndsl.backends.emit.loops import print_loop
 from attndsl.ir import DType, Node, Op, const, node, param
 from attndsl.passes.evaluate import Environment, evaluate

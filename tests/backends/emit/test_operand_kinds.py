@@ -10,7 +10,8 @@ from support.fork_server import compiling, run_python
 
 import attndsl
 from attndsl import ir
-from attndsl.backends.emit.expression import LeafNames, print_expressions
+from attndsl.backends.emit.expression import print_expressions
+from attndsl.backends.emit.leaf_names import LeafNames
 from attndsl.backends.emit.operand_kinds import OperandKind, is_normal, known_value, number
 from attndsl.ir import DType, Op, const, node, param, size, var
 

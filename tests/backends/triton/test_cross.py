@@ -11,7 +11,7 @@ SCRIPT = textwrap.dedent(
     """
     import sys
     from support.cross import cross_compile
-    from attndsl.backends.emit.expression import CaptureFacts
+    from attndsl.backends.emit.leaf_names import CaptureFacts
     from attndsl.backends.emit.facts import ParamKind, KernelFacts
     from attndsl.ir import DType
     from attndsl.pipeline import lower

@@ -13,7 +13,8 @@ import triton
 from attndsl import ir
 from attndsl.backends.base import Call
 from attndsl.backends.device import library
-from attndsl.backends.emit.expression import LeafNames, print_expressions
+from attndsl.backends.emit.expression import print_expressions
+from attndsl.backends.emit.leaf_names import LeafNames
 from attndsl.backends.fast_math import APPROX, EX2, EXACT, FORMS, fast_nodes, forms_for
 from attndsl.backends.kernels.compile import load_module
 from attndsl.ir import Node, Op, Program, const, node
