@@ -54,7 +54,7 @@ and rows begin at addresses that kernels read well."""
 _MOST_KEPT = 1 << 29
 """Most bytes of maps, which go when their lists go."""
 _MAPS = KeptLists("maps of lists by sizes, lists and their versions", most_bytes=_MOST_KEPT)
-"""See M74 in docs/dev/measured.md."""
+"""See M75 in docs/dev/measured.md."""
 _TOKEN = var(TOKEN)
 _MOST = 1 << 27
 """Most elements of a row of a map."""

@@ -20,7 +20,14 @@ from .features.tile_skipping import parts_of_lists
 from .generate import generate, has_wide_lines, has_wide_pairs
 from .shared_memory import deepened
 from .tile_shapes import block_width, config_width, widest
-from .tile_sizes import CANDIDATES, candidates, for_lengths, with_few_keys, with_small_cells
+from .tile_sizes import (
+    CANDIDATES,
+    candidates,
+    for_lengths,
+    looks_up_many_keys,
+    with_few_keys,
+    with_small_cells,
+)
 from .tma_bias import fitting
 
 if TYPE_CHECKING:
@@ -72,6 +79,8 @@ def _configs(job: Job, machine: Target) -> tuple[Config, ...]:
     if not forward and job.work_of_pair > _MOST_WORK_OF_LARGE:
         plain = False
     work = job.work
+    if forward and work == "short partial" and looks_up_many_keys(facts, lowered.sparsity):
+        work = "masked"
     found = candidates(task, config_width(task, facts), plain, work, column, dropped, own)
     if forward and not (dropped or own or work == "short partial"):
         found = with_few_keys(facts, found)

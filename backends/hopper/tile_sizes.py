@@ -87,6 +87,20 @@ _OF_SMALL_CELLS = Config(64, 64, 4, 3, 1, 216, most_registers=128)
 a time, each with the tiles of one consumer's rows. See M71 in docs/dev/measured.md."""
 
 
+def looks_up_many_keys(facts: KernelFacts, sparsity: Sparsity) -> bool:
+    """Return True if what a mask looks up suits forwards with tiles of 128 keys.
+
+    These are maps of pairs that are read by tiles, and blocks of so many keys: see M75 in
+    docs/dev/measured.md.
+    """
+    bounds = sparsity.by_cells
+    if not _MIDDLE < max(facts.head_dim, facts.value_dim) <= 128 or bounds is None:
+        return False
+    cells = bounds.cells
+    blocks = bool(cells) and all(cell.kv_size % (2 * _SMALL_CELLS) == 0 for cell in cells)
+    return blocks or bool(facts.pair_tiles)
+
+
 def with_small_cells(
     task: Task, facts: KernelFacts, sparsity: Sparsity, configs: tuple[Config, ...]
 ) -> tuple[Config, ...]:

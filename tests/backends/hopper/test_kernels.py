@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from support.jobs import job_of
 
 from attndsl.backends.base import Call, Wants
-from attndsl.backends.emit.facts import facts_of
+from attndsl.backends.emit.facts import PairTile, facts_of
 from attndsl.backends.hopper.family import Hopper
+from attndsl.backends.hopper.tile_sizes import looks_up_many_keys
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.target import machine_of
@@ -48,11 +50,25 @@ FORWARDS = [
     (MAP.format(64, 32), 64, {4096: (64, 64, 3)}),
     (MAP.format(192, 192), 128, {4096: (64, 64, 3)}),
     (MAP.format(128, 64), 128, {4096: (128, 64, 3)}),
-    (MAP.format(128, 128), 128, {4096: (128, 64, 3)}),
+    (MAP.format(128, 128), 128, {4096: (128, 128, 2)}),
+    (MAP.format(1, 128), 128, {4096: (128, 128, 2)}),
+    (MAP.format(128, 128), 64, {4096: (128, 128, 3)}),
     (MAP.format(1, 64), 128, {4096: (128, 64, 3)}),
     (MAP.format(64, 64), 256, {4096: (128, 64, 2)}),
     ("mask = q // 64 == kv // 64", 128, {4096: (128, 64, 3)}),
 ]  # fmt: skip
+
+
+def test_maps_of_pairs_have_tiles_of_many_keys():
+    lowered = lower(Source("tensor t[q_len, kv_len]: bool\nmask = causal() and t[q, kv]"), {})
+    facts = facts_of(lowered.program, example_call(lowered, 128, 128, torch.bfloat16, {}))
+    tile = PairTile("t", ("q", "kv"), (), "i8")
+    assert not looks_up_many_keys(facts, lowered.sparsity)
+    for head_dim, many in ((96, False), (112, True), (128, True), (192, False)):
+        own = replace(facts, pair_tiles=(tile,), head_dim=head_dim, value_dim=head_dim)
+        assert looks_up_many_keys(own, lowered.sparsity) == many
+
+
 BACKWARDS = [
     ("score", 64, {160: 64, 197: 64, 256: 128, 320: 64, 512: 128, 577: 128}),
     ("causal()", 64, {200: 128}),
