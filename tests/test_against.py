@@ -225,10 +225,21 @@ def kits(monkeypatch):
 )  # fmt: skip
 def test_flash_attention_4_runs_the_same_rows(script, column, program):
     peers = script("against_peers")
-    sides = peers.Sides(_row(script, program), "cpu")
+    sides = peers.Sides(_row(script, program, dim=32), "cpu")
     for direction in ("forward", "backward"):
         ours, theirs = (_eager(peers, sides, x, direction) for x in ("attndsl", column))
         assert peers.differences(ours, theirs) < 1e-5, direction
+
+
+@pytest.mark.usefixtures("kits")
+@pytest.mark.parametrize(("column", "program"), [("fa4", "causal"), ("fa4_varlen", "documents")])
+def test_flash_attention_4_has_no_gradients_at_some_head_dims(script, column, program):
+    peers = script("against_peers")
+    sides = peers.Sides(_row(script, program, dim=40), "cpu")
+    ours, theirs = (_eager(peers, sides, x, "forward") for x in ("attndsl", column))
+    assert peers.differences(ours, theirs) < 1e-5
+    with pytest.raises(ValueError, match="multiples of 32"):
+        _eager(peers, sides, column, "backward")
 
 
 @pytest.mark.usefixtures("kits")
