@@ -13,7 +13,7 @@ import json
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,9 @@ from attndsl.picture import Frame, PictureData, picture_data, svg
 from attndsl.play.examples import examples as of_play
 
 from dark import themed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "gallery.md"
@@ -105,9 +108,32 @@ class Entry:
         return PICTURES / f"{kind}_{self.name}.svg"
 
 
-def _documents(length: int, batched: bool = True) -> torch.Tensor:
-    ids = torch.arange(length) // 1000
+def _documents(length: int, batched: bool = True, size: int = 1000) -> torch.Tensor:
+    ids = torch.arange(length) // size
     return ids[None] if batched else ids
+
+
+def _lists(number: int, size: int, *outer: int, rows: int = 1) -> Callable[[int], torch.Tensor]:
+    """Random lists (*outer, length // rows, number) of blocks of ``size`` earlier keys, by length.
+
+    -1 stands for blocks that a row lacks; ``rows`` is 0 for lists of all queries.
+    """
+
+    def made(length: int) -> torch.Tensor:
+        dice = torch.Generator().manual_seed(7)
+        ends = torch.arange(1, length // rows + 1) * rows if rows else torch.tensor([length])
+        drawn = torch.rand((*outer, len(ends), length // size), generator=dice)
+        later = torch.arange(length // size) * size >= ends[:, None]
+        found = drawn.masked_fill(later, -1.0).topk(number)
+        lists = torch.where(found.values < 0, -1, found.indices)
+        return lists if rows else lists.squeeze(-2)
+
+    return made
+
+
+def _retrieval(length: int) -> torch.Tensor:
+    """Two heads of eight that see all keys."""
+    return torch.arange(HEADS) % 4 == 0
 
 
 _DOCUMENTS = "documents of 1000"
@@ -146,24 +172,57 @@ _OF_EXAMPLES = {
     "block_diffusion": Setting(
         {"n": 32, "block": 8}, {"n": 4096, "block": 64}, "`n = 4096, block = 64`"
     ),
+    "big_bird": Setting(
+        {"size": 8, "random": _lists(3, 8, HEADS, rows=8)},
+        {"size": 64, "random": _lists(3, 64, HEADS, rows=64)}, "`size = 64`", HEADS,
+    ),
     "dilated": Setting(heads=2),
+    "dsa": Setting(
+        {"chosen": _lists(8, 1)}, {"chosen": _lists(2048, 1)}, "2048 random tokens",
+    ),
     "joined": Setting(counted={"near": 1024}, words="`near = 1024`"),
+    "key_groups": Setting(
+        {"size": 4, "chosen": _lists(3, 4, 1)}, {"chosen": _lists(512, 4, 1)},
+        "512 random groups",
+    ),
     "latent": Setting({"heat": 1.0}),
     "lengths": Setting(
         {"lengths": lambda n: torch.tensor([44])}, {"lengths": lambda n: torch.tensor([6000])},
         "length 6000",
     ),
+    "moba": Setting(
+        {"size": 8, "chosen": _lists(2, 8, 1, HEADS)},
+        {"size": 512, "chosen": _lists(3, 512, 1, 1)}, "3 random blocks of 512",
+    ),
+    "msa": Setting(
+        {"size": 8, "chosen": _lists(2, 8, 1, HEADS), "doc": lambda n: _documents(n, size=40)},
+        {"size": 128, "chosen": _lists(16, 128, 1, 1), "doc": _documents},
+        "16 random blocks of 128, documents of 1000",
+    ),
     "neighbourhood_2d": Setting(
         {"width": 8, "height": 8, "side": 5}, {"width": 128, "height": 64, "side": 13},
         "grid 128 x 64, `side = 13`",
     ),
+    "nsa": Setting(
+        {"size": 8, "chosen": _lists(2, 8, 1, HEADS)},
+        {"size": 64, "chosen": _lists(16, 64, 1, 1)}, "16 random blocks of 64",
+    ),
     "packed_documents": Setting(counted={"doc": _documents}, words=_DOCUMENTS),
     "prefix_lm": Setting({"n": 20}, {"n": 1024}, "`n = 1024`"),
+    "retrieval_heads": Setting(
+        {"size": 8, "window": 12, "full": _retrieval, "chosen": _lists(2, 8, 1, HEADS, rows=0)},
+        {"size": 16, "window": 256, "chosen": _lists(64, 16, 1, HEADS, rows=0)},
+        "64 random blocks of 16", HEADS,
+    ),
     "sigmoid": Setting({"heat": 1.0}),
     "sinks": Setting({"heat": 1.0}),
     "sliding_window": Setting({"window": 16}, {"window": 1024}, "`window = 1024`"),
     "soft_cap": Setting({"window": 16}, {"window": 4096}, "`window = 4096`"),
     "gemma2": Setting({"window": 16}, {"window": 4096}, "`window = 4096`"),
+    "video_tiles": Setting(
+        {"size": 8, "chosen": _lists(3, 8, 1, HEADS, rows=8)},
+        {"size": 64, "chosen": _lists(16, 64, 1, 1, rows=64)}, "16 random tiles of 64",
+    ),
 }  # fmt: skip
 
 

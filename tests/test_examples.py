@@ -12,9 +12,9 @@ SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "pi
 
 def test_every_variant_has_an_example():
     expected = (
-        "alibi block_diffusion causal dilated joined latent learned_alibi lengths neighbourhood_2d "
-        "optional packed_documents prefix_lm relative_bias sigmoid sinks sliding_window soft_cap "
-        "t5_bias"
+        "alibi block_diffusion causal dilated dsa joined latent learned_alibi lengths "
+        "neighbourhood_2d nsa optional packed_documents prefix_lm relative_bias sigmoid sinks "
+        "sliding_window soft_cap t5_bias"
     )
     assert expected.split() == SCRIPTS
 

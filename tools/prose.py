@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 LIMITS = Path(__file__).with_name("prose_limits.json")
 MOST_WORDS_OF_A_PAGE, MOST_WORDS = 3500, 35_000
+_MOST_WORDS_OF = {"docs/gallery.md": 4000}
+"""Of a page that has a section for each program."""
 _FOLDERS = ("attndsl", "backends", "grammar")
 
 
@@ -198,9 +200,9 @@ def long_pages(texts: Mapping[str, str]) -> list[str]:
     """Complaints about pages with too many words, and about all pages of docs/ together."""
     words = {path: len(text.split()) for path, text in texts.items()}
     found = [
-        f"{path} has {number} words: at most {MOST_WORDS_OF_A_PAGE}"
+        f"{path} has {number} words: at most {_MOST_WORDS_OF.get(path, MOST_WORDS_OF_A_PAGE)}"
         for path, number in words.items()
-        if number > MOST_WORDS_OF_A_PAGE
+        if number > _MOST_WORDS_OF.get(path, MOST_WORDS_OF_A_PAGE)
     ]
     total = sum(number for path, number in words.items() if path.startswith("docs/"))
     if total > MOST_WORDS:

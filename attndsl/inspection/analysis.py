@@ -270,6 +270,7 @@ class Analysis(Compiled):
         given, call = joined(captures, named), None
         doubts: tuple[str, ...] = ()
         lowered = self.variant({**self._defaults, **given})[0].lowered
+        lists = lowered.written.lists
         if q_len is not None and kv_len is not None:
             sizes = AskedSizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
             lowered, call = self.call_of_mask(given, sizes, location)
@@ -280,7 +281,7 @@ class Analysis(Compiled):
             raise ArgumentError("a length is missing", hint="pass both q_len and kv_len")
         asked = Question(
             self._backend, self._checked, device_of(device), (block_m, block_n), head_dim,
-            absent_names(self._optional, {**self._defaults, **given}), doubts, verbose,
+            absent_names(self._optional, {**self._defaults, **given}), doubts, lists, verbose,
         )  # fmt: skip
         return explain(lowered, asked, call)
 

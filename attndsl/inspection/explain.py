@@ -11,7 +11,7 @@ from attndsl.backends.base import ForwardMode, as_fused
 from attndsl.backends.fast_math import describe_forms
 from attndsl.call.dispatch import backend_of
 from attndsl.errors import BackendError, UnsupportedError, counted
-from attndsl.ir import SCORE, DType, Op, const, dependencies, leaf_names, sides, toposort
+from attndsl.ir import SCORE, TOKEN, DType, Op, const, dependencies, leaf_names, sides, toposort
 from attndsl.passes.differentiate import vjp
 from attndsl.passes.print_ir import print_expression
 from attndsl.passes.simplify import simplify_node
@@ -44,6 +44,8 @@ class Question:
     """Captures that are not there, and that calls may give."""
     doubts: tuple[str, ...] = ()
     """Warnings about a call of these lengths that is probably unintended."""
+    lists: tuple[Node, ...] = ()
+    """Conditions ``in`` of the program as it is written."""
     verbose: bool = True
     """True for fast forms of functions, tiles of loops, and what runs higher derivatives, too."""
 
@@ -77,6 +79,7 @@ def _parts(lowered: Lowered, asked: Question) -> list[str]:
         rows.append(f"  sink       {_describe(program.sink)}")
     if program.dropout is not None:
         rows.append(f"  dropout    of the weights, p = {print_expression(program.dropout)}")
+    rows += [f"  list       {_list(item)}" for item in asked.lists]
     for tensor in program.tensors:
         rows.append(
             f"  tensor     {tensor.name}: {tensor.dtype.value}, {counted(len(tensor.dims), 'dim')}"
@@ -104,6 +107,40 @@ def _parts(lowered: Lowered, asked: Question) -> list[str]:
     except BackendError as error:
         rows.append(f"backend      none on {device.type}: {error.message}")
     return rows
+
+
+_OF_TENSORS = {"b": "batch entry", "h": "head", "hkv": "key head"}
+_FOR_EACH = {**_OF_TENSORS, "q": "query", "kv": "key", TOKEN: "query"}
+_SEVERAL = {"q": "queries", "kv": "keys"}
+
+
+def _list(item: Node) -> str:
+    """A condition ``in``: elements of its list, and which rows share one."""
+    element, *indices = item.args
+    block, of = _block(element)
+    looked_for = f"values of {print_expression(element)}"
+    if of in _SEVERAL:
+        looked_for = _SEVERAL[of] if block == 1 else f"blocks of {block} {_SEVERAL[of]}"
+    each = [_rows_of(index) for index in indices if index.op is not Op.CONST]
+    *first, last = each or ["all"]
+    whose = f"{', '.join(first)} and {last}" if first else last
+    return f"{item.value}: {looked_for}, {'one for each' if each else 'one for'} {whose}"
+
+
+def _rows_of(index: Node) -> str:
+    """The rows that an index tells apart: ``64 queries`` for ``q // 64``."""
+    size, name = _block(index)
+    if name not in _FOR_EACH:
+        return print_expression(index)
+    return _FOR_EACH[name] if size == 1 else f"{size} {_SEVERAL.get(name, name)}"
+
+
+def _block(item: Node) -> tuple[int, str]:
+    """The size and the variable of ``variable // size``; an empty name for anything else."""
+    size, of = 1, item
+    if item.op is Op.FLOORDIV and isinstance(item.args[1].value, int):
+        of, size = item.args[0], item.args[1].value
+    return size, str(of.value) if of.op is Op.VAR else ""
 
 
 def _gradients(lowered: Lowered) -> list[str]:
@@ -228,7 +265,7 @@ def _advice(lowered: Lowered) -> list[str]:
         if "not constant" in atom.reason and params:
             names = ", ".join(sorted({str(item.value) for item in params}))
             lines.append(f"bind {names} at compile time: closed forms divide by constants only")
-        elif atom.way == EVALUATION:
+        elif atom.way == EVALUATION and atom.condition.op is not Op.LOAD:
             lines.append(
                 f"'{print_expression(atom.condition)}' is evaluated in all undecided tiles: "
                 "comparisons of q and kv, or of one lookup each, are decided without"

@@ -136,3 +136,32 @@ def test_smaller_tiles_are_not_advised_where_they_leave_out_little(text):
 def test_what_is_evaluated_is_named():
     told = attndsl.compile("q * kv % 5 < 3").explain(q_len=64, kv_len=64)
     assert "'q * kv % 5 < 3' is evaluated in all undecided tiles: comparisons of q and kv" in told
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "condition", "told"),
+    [
+        ("batch, heads, tiles", (1, 1, 2), "kv // 64 in c[b, h, q // 64, :]",
+         "blocks of 64 keys, one for each batch entry, head and 64 queries"),
+        ("tokens", (128,), "causal() and kv in c[token, :]", "keys, one for each query"),
+        ("batch, kv_heads, q_len", (1, 1, 128), "kv // 16 not in c[b, hkv, q, :]",
+         "blocks of 16 keys, one for each batch entry, key head and query"),
+        ("heads", (1,), "q - kv in c[0, :]", "values of q - kv, one for all"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_lists_of_keys_are_told_of(dims, shape, condition, told, has_lengths):
+    program = attndsl.compile(f"tensor c[{dims}, n]: int; mask = {condition}")
+    call = {"q_len": 128, "kv_len": 128, "c": torch.zeros(*shape, 3).int()}
+    shown = program.explain(**call if has_lengths else {}).split("\n")
+    assert [line for line in shown if "list " in line] == [f"  list       c: {told}"]
+    assert not any("undecided" in line for line in shown) or "q - kv" in condition
+
+
+def test_lookups_of_blocks_are_told_from_those_of_pairs():
+    head = "tensor m[heads, a, c]: bool; mask = "
+    for condition, way in (
+        ("m[h, q // 64, kv // 32]", "cells (64 queries x 32 keys have one value)"),
+        ("m[h, q, kv]", "evaluation (m[...] is looked up by both positions)"),
+    ):
+        assert f"{condition}: {way}" in attndsl.compile(head + condition).explain()

@@ -1,8 +1,9 @@
 """Ways to find the tiles of a mask, one for each of its atoms, before tile sizes are known.
 
-There are three ways, in order of preference. Integer sets: the whole mask is quasi-affine, and its
-tiles have a closed form. Summaries: least and greatest values in a tile decide the atom.
-Evaluation: the atom is evaluated pair by pair, in tiles that stay undecided. An atom that depends
+There are four ways, in order of preference. Integer sets: the whole mask is quasi-affine, and its
+tiles have a closed form. Summaries: least and greatest values in a tile decide the atom. Cells:
+the atom is evaluated once for each pair of blocks of positions. Evaluation: it is evaluated pair by
+pair, in tiles that stay undecided. An atom that depends
 on the score cannot be decided before the score is known: its tiles stay PARTIAL.
 
 Needs no isl, so that a start from the cache does not import it.
@@ -27,6 +28,7 @@ from .tile_plan import FORWARD, LoopPlan, guarded
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
 
+    from .cells import Cell
     from .tile_plan import Direction, Segment
 
 _MANY = 64
@@ -34,6 +36,7 @@ _MANY = 64
 _SAMPLES = 16
 """Query tiles looked at for rows that visit fewer: so many first ones, and some in the middle."""
 SETS, SUMMARIES, EVALUATION, SCORES = "integer sets", "summaries", "evaluation", "the score"
+CELLS = "cells"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Atom:
 
     condition: Node
     way: str
-    """``integer sets``, ``summaries``, ``evaluation`` or ``the score``."""
+    """``integer sets``, ``summaries``, ``cells``, ``evaluation`` or ``the score``."""
     reason: str
     """Reason why no earlier way is used; empty for integer sets."""
 
@@ -292,7 +295,7 @@ def analyse(program: Program) -> Sparsity:
     bounds = bound_mask(mask)
     score = SCORE_DEPENDENT in bounds.opaque
     cells = cells_of(mask)
-    atoms = tuple(_atom(item) for item in _conditions(mask))
+    atoms = tuple(_atom(item, cells.get(item)) for item in _conditions(mask))
     # Conditions that may each hold somewhere in a tile may hold together at no pair.
     pairs = [a for a in atoms if {"q", "kv"} <= dependencies(a.condition)[a.condition]]
     correlated = sum(atom.way == SUMMARIES for atom in pairs) > 1
@@ -324,13 +327,16 @@ def _conditions(mask: Node) -> list[Node]:
     return list(found)
 
 
-def _atom(condition: Node) -> Atom:
+def _atom(condition: Node, cell: Cell | None) -> Atom:
     reason = why_not_affine(condition)
     if reason is None:
         return Atom(condition, SETS, "")
     opaque = bound_mask(condition).opaque
     if SCORE_DEPENDENT in opaque:
         return Atom(condition, SCORES, SCORE_DEPENDENT)
+    if opaque and cell is not None:
+        size = f"{cell.q_size} queries x {cell.kv_size} keys have one value"
+        return Atom(condition, CELLS, size)
     if opaque:
         return Atom(condition, EVALUATION, opaque[0])
     return Atom(condition, SUMMARIES, reason)
