@@ -71,14 +71,15 @@ class Mask:
     def __getitem__(self, index: tuple[slice | int, ...]) -> Mask | torch.Tensor:
         """The mask of some of the rows, ``mask[:, :, -1:, :]``, as Gemma 4 takes it.
 
-        Or all pairs as an array, ``mask[:, 0, :, :]``, for indexers that choose keys, as
-        DeepSeek V3.2 has them: bool (batch, queries, keys), True for pairs that take part.
+        Or all pairs as an array, ``mask[:, 0, :, :]`` or ``mask[:, 0]``, for indexers that choose
+        keys, as DeepSeek V3.2 has them: bool (batch, queries, keys), True for pairs that take part.
 
         Raises:
             UnsupportedError: Anything but rows that lie one behind the other; an array in a graph.
         """
         parts = index if isinstance(index, tuple) else ()
-        if parts == (slice(None), 0, slice(None), slice(None)) and self.text is not None:
+        whole = parts[:2] == (slice(None), 0) and all(x == slice(None) for x in parts[2:])
+        if whole and len(parts) in (2, 4) and self.text is not None:
             return self._pairs(composed(None, self.text))
         plain = len(parts) == len(self.shape) and all(isinstance(x, slice) for x in parts)
         if not plain or any(x != slice(None) for x in (*parts[:2], parts[3])):

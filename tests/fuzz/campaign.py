@@ -19,7 +19,7 @@ from . import sequences, wrappers
 from .compare import Outcome, Place, Verdict, judge, reproduction
 from .edges import edged
 from .generate import DEVICE, PIECES, SHARED_KEYS, SMALL, TILED, Scale, generate, ragged
-from .program import Apply, Dot, Invoke, Load, Masked, everything
+from .program import Apply, Dot, Invoke, Load, Masked, Member, everything
 from .serving import served
 from .shrink import shrink
 
@@ -186,7 +186,7 @@ def _kind(outcome: Outcome) -> tuple[Verdict, str]:
 def operators_of(case: Case) -> frozenset[str]:
     """Words of all that a program consists of."""
     found = {line.target.value for line in case.lines}
-    names = {Load: "lookup", Dot: "dot", Masked: "where -inf"}
+    names = {Load: "lookup", Dot: "dot", Member: "in", Masked: "where -inf"}
     for item in everything(case):
         if isinstance(item, Apply):
             kinds = item.operation.takes[-1:]

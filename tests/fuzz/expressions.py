@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from .program import (
     Literal,
     Load,
     Local,
+    Member,
     Name,
     Param,
     Tensor,
@@ -26,7 +28,6 @@ from .program import (
 )
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable
 
     from .program import Sizes
@@ -38,6 +39,7 @@ SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
 _INT_DTYPES = ("int64", "int32", "int32", "int16", "int8", "uint8")
 _FLOAT_DTYPES = ("float32", "float32", "float32", "float16", "bfloat16", "float64")
 _FAVOURITE = 0.25
+_LISTS = 0.3
 """Share of names that are one of the program's favourites."""
 _POSITIVE = ("sqrt", "rsqrt", "log", "log2")
 
@@ -95,6 +97,10 @@ class Expressions:
         self.names = Names()
         names = [Q, KV, B, H, HKV, HKV, *(Name(name, INT) for name in (*SIZES, "kv_heads"))]
         self.favourites = rng.sample(names, 3)
+        apart = random.Random(repr(rng.getstate()[1][:2]))
+        self.lists = apart.random() < _LISTS
+        """Whether the program may have lists. Nothing is drawn for that: programs of seeds that
+        tests name stay as they are."""
 
     def pick(self, *choices: tuple[int, Callable[[], Expr]]) -> Expr:
         """One of the choices, by their weights."""
@@ -271,6 +277,44 @@ class Expressions:
         left, right = rows
         return Dot(left.name, right.name, len(indices[0]), (*indices[0], *indices[1]))
 
+    def _may_list(self) -> bool:
+        return self.lists and not self.names.row and not self.names.arguments
+
+    def member(self) -> Expr:
+        """A look for what one position tells in a list that the other one chooses."""
+        rng = self.rng
+        own, other, length = (Q, KV, "q_len") if rng.random() < 0.85 else (KV, Q, "kv_len")
+        choices = [("batch", B), ("heads", H), ("kv_heads", HKV), (length, own)]
+        used = [c for c, w in zip(choices, (0.5, 0.3, 0.3, 0.6), strict=True) if rng.random() < w]
+        dims = [Name(name, INT) for name, _ in used]
+        indices = [index for _, index in used]
+        by_row = own not in indices
+        if not by_row and rng.random() < 0.3:
+            indices[-1] = apply("//", own, Literal(rng.choice((2, 4, 8))))
+        if rng.random() < 0.1:
+            dims.append(Name("n", INT))
+            indices.append(Literal(rng.choice((0, 1, 7))))
+            self.names.dims.setdefault("n", rng.choice((1, 2, 3, 5)))
+        size = rng.choice((1, 2, 4, 8, 16, 3))
+        element = self.pick(
+            (6, lambda: apply("//", other, Literal(size))),
+            (4, lambda: other),
+            (1, lambda: apply("%", other, Literal(size + 1))),
+            (1, lambda: apply(">>", other, Literal(rng.choice((0, 1, 3))))),
+            (1, lambda: apply("-", other, Literal(size))),
+            (1, lambda: apply("min", other, Literal(2 * size))),
+            (1, lambda: apply("+", apply("*", other, Literal(3)), H)),
+            (1 if by_row else 0, lambda: apply("-", Q, KV)),
+        )
+        width = Name(rng.choice("yz"), INT)
+        self.names.dims.setdefault(width.name, rng.choice((0, 1, 2, 3, 5, 9, 20)))
+        low, high = rng.choice(((0, 3), (-2, 9), (-3, 40), (0, 12)))
+        dtype = rng.choice([x for x in _INT_DTYPES if x != "uint8" or low >= 0])
+        values = replace(self.values(INT), dtype=dtype, low=low, high=high)
+        found = Tensor(f"t{len(self.names.tensors)}", INT, (*dims, width), values)
+        self.names.tensors.append(found)
+        return Member(found.name, (element, *indices), rng.random() < 0.2)
+
     # Ints.
 
     def int(self, depth: int) -> Expr:
@@ -364,6 +408,7 @@ class Expressions:
             (3, lambda: apply(self.rng.choice(("not", "not", "~")), self.bool(less))),
             (1, lambda: self._two(("==", "!="), self.bool, less)),
             (4, lambda: self.load(BOOL, less)),
+            (10 if self._may_list() else 0, self.member),
             (1, lambda: apply("bool", self.int(less))),
             (1, lambda: self._choice(BOOL, less)),
             (3 if not self.names.row else 1, lambda: self._prelude_mask(less)),

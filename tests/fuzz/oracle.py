@@ -20,7 +20,19 @@ import torch
 
 from .inputs import arriving, python_call, shapes, value_of
 from .operations import Rounding
-from .program import Apply, Dot, Invoke, Kind, Literal, Load, Local, Masked, Name, Target
+from .program import (
+    Apply,
+    Dot,
+    Invoke,
+    Kind,
+    Literal,
+    Load,
+    Local,
+    Masked,
+    Member,
+    Name,
+    Target,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -201,6 +213,9 @@ class Interpreter:
             rows = (self._load(item.left, args[: item.split], pairs),
                     self._load(item.right, args[item.split :], pairs))  # fmt: skip
             return self.errors.operated((rows[0] * rows[1]).sum(-1), Rounding.ALWAYS)
+        if isinstance(item, Member):
+            listed = self._load(item.tensor, args[1:], pairs)
+            return (listed == args[0][:, None]).any(-1) != item.turned
         return self._apply(item, args)
 
     @staticmethod

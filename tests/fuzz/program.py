@@ -86,6 +86,17 @@ class Dot:
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """``x in tensor[..., :]``: the first argument is x, the others choose the row."""
+
+    tensor: str
+    args: tuple[Expr, ...]
+    turned: bool = False
+    """Whether it is ``not in``."""
+    kind: Kind = Kind.BOOL
+
+
+@dataclass(frozen=True, slots=True)
 class Invoke:
     """A call of a function of the program, or of the prelude."""
 
@@ -108,7 +119,7 @@ class Masked:
     kind: Kind = Kind.FLOAT
 
 
-Expr = Apply | Literal | Name | Local | Load | Dot | Invoke | Masked
+Expr = Apply | Literal | Name | Local | Load | Dot | Member | Invoke | Masked
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .operations import Form, operation
-from .program import Apply, Dot, Given, Invoke, Kind, Literal, Load, Local, Masked, Name, Target
+from .program import (
+    Apply,
+    Dot,
+    Given,
+    Invoke,
+    Kind,
+    Literal,
+    Load,
+    Local,
+    Masked,
+    Member,
+    Name,
+    Target,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from .program import Case, Expr, Function
@@ -116,6 +129,11 @@ def _tree(item: Expr) -> tuple[int, str]:
             for name, indices in ((item.left, left), (item.right, right))
         ]
         return _ATOM, f"dot({', '.join(rows)})"
+    if isinstance(item, Member):
+        element, *indices = item.args
+        row = f"{item.tensor}[{', '.join([*map(written, indices), ':'])}]"
+        word = "not in" if item.turned else "in"
+        return _COMPARISON, f"{_at(element, _SHIFT)} {word} {row}"
     if isinstance(item, Invoke):
         return _ATOM, f"{item.function.name}({', '.join(_typed(arg) for arg in item.args)})"
     if isinstance(item, Masked):

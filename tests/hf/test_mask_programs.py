@@ -46,7 +46,10 @@ def test_some_rows_within_a_graph():
     close(compiled(**given).logits, eager(**given).logits)
 
 
-INDEXERS = ("DeepSeek V3.2", "GLM DSA", "HY V4", "MiniMax M3")
+INDEXERS = (
+    "DeepSeek V3.2", "GLM DSA", "HY V4", "MiniMax M3", "A.X K2", "dots3.note", "GLM-5 Next",
+    "HY V4 VL", "Mistral Large 4",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", INDEXERS)
@@ -210,7 +213,12 @@ def test_modules_of_other_models_are_causal_where_they_say_so():
 
 
 @pytest.mark.parametrize(
-    ("family", "match"), [("Doge", "reads 'dtype'"), ("BigBird-Pegasus", "calls 'add'")]
+    ("family", "match"),
+    [
+        ("Doge", "reads 'dtype'"),
+        ("BigBird-Pegasus", "calls 'add'"),
+        ("Qwen 4 Exp", "reads 'dtype'"),
+    ],
 )
 def test_models_that_take_their_mask_for_an_array_are_refused(family, match):
     with pytest.raises(errors.UnsupportedError, match=match) as caught:

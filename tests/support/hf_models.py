@@ -123,21 +123,80 @@ def _gemma4():
     return tf.Gemma4ForCausalLM, config
 
 
-def _with_indexer(kind, config):
-    sizes = {**SIZES, "num_key_value_heads": 4}
-    return kind, config(
-        **sizes, kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
-        v_head_dim=8, first_k_dense_replace=2, n_routed_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=16, index_topk=4, index_n_heads=2, index_head_dim=8,
-    )  # fmt: skip
+LATENT = {
+    **SIZES, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "index_topk": 4, "index_n_heads": 2,
+    "index_head_dim": 8,
+}  # fmt: skip
+"""Sizes of models with latent attention and an indexer."""
+DENSE = {"mlp_layer_types": ["dense"] * 2}
+
+
+def _with_indexer(kind, config, **more):
+    return kind, config(**{**LATENT, **(more or {"first_k_dense_replace": 2})})
 
 
 def _deepseek_v32():
     return _with_indexer(tf.DeepseekV32ForCausalLM, tf.DeepseekV32Config)
 
 
+def _ax_k2():
+    return _with_indexer(tf.AXK2ForCausalLM, tf.AXK2Config, **DENSE)
+
+
+def _dots3_note():
+    kind, config = tf.Dots3NoteForCausalLM, tf.Dots3NoteTextConfig
+    return _with_indexer(kind, config, **DENSE, n_group=1, topk_group=1)
+
+
+def _with_pictures(kind, config, text, **sizes):
+    """A model of texts and pictures, which gets texts alone."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "patch_size": 4, **sizes}
+    return kind, config(text_config=text.to_dict(), vision_config=vision)
+
+
+def _glm5_next():
+    text = tf.Glm5NextTextConfig(
+        **{**LATENT, **DENSE, "qk_rope_head_dim": 0}, linear_head_dim=8, linear_num_heads=4,
+        hc_mult=2, index_kpool=4, layer_types=["linear_attention", "indexed_attention"],
+        indexer_types=["full"] * 2,
+    )  # fmt: skip
+    return _with_pictures(
+        tf.Glm5NextForConditionalGeneration, tf.Glm5NextConfig, text, depth=1, num_heads=2,
+        out_hidden_size=32, projection_intermediate_size=32, image_size=16,
+    )  # fmt: skip
+
+
+def _hy_v4_vl():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+    text = tf.HYV4VLTextConfig(**LATENT, **DENSE, hc_mult=2, rope_parameters=rope)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "out_hidden_size": 32}
+    return _with_pictures(tf.HYV4VLForConditionalGeneration, tf.HYV4VLConfig, text, **sizes)
+
+
+def _mistral_large4():
+    text = tf.MistralLarge4TextConfig(**LATENT, first_k_dense_replace=2, head_dim=4)
+    return _with_pictures(
+        tf.MistralLarge4ForConditionalGeneration, tf.MistralLarge4Config, text,
+        num_hidden_layers=1, num_attention_heads=2, image_size=16, head_dim=16,
+    )  # fmt: skip
+
+
 def _glm_dsa():
     return _with_indexer(tf.GlmMoeDsaForCausalLM, tf.GlmMoeDsaConfig)
+
+
+def _qwen4_exp():
+    config = tf.Qwen4ExpTextConfig(
+        **SIZES, head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_num_key_heads=2, linear_num_value_heads=4, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, num_experts_per_tok=2, num_experts=4, hc_count=2,
+        hc_lowrank=8, layer_types=["linear_attention", "indexed_attention"], indexer_n_heads=2,
+        indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=4,
+        ple_layer_ids=[],
+    )  # fmt: skip
+    return tf.Qwen4ExpForCausalLM, config
 
 
 def _hy_v4():
@@ -213,6 +272,8 @@ APART = {
     "Gemma 4": _gemma4, "DeepSeek V3.2": _deepseek_v32, "DeepSeek V4": _deepseek_v4,
     "BridgeTower": _bridgetower, "Doge": _doge, "BigBird-Pegasus": _bigbird_pegasus,
     "SigLIP 2": _siglip2, "GLM DSA": _glm_dsa, "HY V4": _hy_v4, "MiniMax M3": _minimax_m3,
+    "A.X K2": _ax_k2, "dots3.note": _dots3_note, "GLM-5 Next": _glm5_next, "HY V4 VL": _hy_v4_vl,
+    "Mistral Large 4": _mistral_large4, "Qwen 4 Exp": _qwen4_exp,
 }  # fmt: skip
 """Models that treat masks in ways of their own, for tests of just that."""
 GENERATES = (*DECODERS, "T5", "Whisper")
