@@ -15,7 +15,9 @@ from support.serving import in_pages
 
 import attndsl
 
-from .program import Apply, Dot, Given, Invoke, Kind, Masked, Name, Positions, Target, walk
+from .program import (
+    Apply, Dot, Given, Invoke, Kind, Masked, Member, Name, Positions, Target, walk,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     import random
@@ -57,6 +59,8 @@ def _by_token(rng: random.Random, case: Case) -> Case:
         value = lines[number].value
         names = sorted({x.name for x in _arguments(value) if isinstance(x, Name)} & {*_NAMES})
         hides = any(isinstance(x, Dot) for x in walk(value))
+        if any(isinstance(x, Member) for x in walk(value)):
+            names = [name for name in names if name == "q"]  # Any other one may be on both sides.
         if lines[number].target not in (Target.SCORE, Target.MASK) or hides or not names:
             continue
         found = _replaced(value, Name(rng.choice(names), Kind.INT))
