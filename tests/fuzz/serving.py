@@ -16,7 +16,17 @@ from support.serving import in_pages
 import attndsl
 
 from .program import (
-    Apply, Dot, Given, Invoke, Kind, Masked, Member, Name, Positions, Target, walk,
+    Apply,
+    Dot,
+    Given,
+    Invoke,
+    Kind,
+    Masked,
+    Member,
+    Name,
+    Positions,
+    Target,
+    walk,
 )  # fmt: skip
 
 if TYPE_CHECKING:
