@@ -11,12 +11,10 @@ Non-goals: left sides without bounds, such as positions that only a tensor tells
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.backends.kernels.device import stream_of
-from attndsl.backends.kernels.tile_list_cache import KeptLists
 from attndsl.errors import UnsupportedError
 from attndsl.ir import (
     TOKEN,
@@ -51,10 +49,6 @@ if TYPE_CHECKING:
 _UNIT = 16
 """Lengths of a map's rows are multiples of this, so that calls of similar lengths have equal ones,
 and rows begin at addresses that kernels read well."""
-_MOST_KEPT = 1 << 29
-"""Most bytes of maps, which go when their lists go."""
-_MAPS = KeptLists("maps of lists by sizes, lists and their versions", most_bytes=_MOST_KEPT)
-"""See M75 in docs/dev/measured.md."""
 _TOKEN = var(TOKEN)
 _MOST = 1 << 27
 """Most elements of a row of a map."""
@@ -248,19 +242,15 @@ def _sizes_of(maps: tuple[_ListMap, ...], found: list[Range]) -> dict[str, int]:
 def _map_of(listed: torch.Tensor, width: int, shift: int) -> torch.Tensor:
     """Bools (..., width): True where a row of ``listed`` (..., n) has ``place - shift``.
 
-    Layers that share a list share its map, and so the tiles that follow from it.
+    Each call makes its map anew: users' kernels write lists in place without a change of their
+    versions, so an earlier call's map may be out of date.
     """
-    if not has_values(listed):
-        return _by_torch(listed, width, shift)
     device = listed.device
-    make = _by_torch
-    if listed.is_cuda and get_backend("triton").why_not(device) is None:
+    if listed.is_cuda and has_values(listed) and get_backend("triton").why_not(device) is None:
         from attndsl.backends.triton.list_map_launch import launch_list_map  # Imports Triton.
 
-        make = launch_list_map
-    place = width, shift, stream_of(device)
-    found = _MAPS.of(place, [listed], device, lambda: [make(listed.detach(), width, shift)])
-    return cast("torch.Tensor", found[0])
+        return launch_list_map(listed.detach(), width, shift)
+    return _by_torch(listed, width, shift)
 
 
 def _by_torch(listed: torch.Tensor, width: int, shift: int) -> torch.Tensor:

@@ -47,8 +47,6 @@ class KeptLists:
 
     name: str
     """Name of the cache, as of a :class:`~attndsl.foundation.caches.BoundedCache`."""
-    most_bytes: int = _MOST_BYTES
-    """Most bytes of all lists."""
     made: int = 0
     """Number of times that lists were made so far."""
     _found: OrderedDict[Hashable, _Kept] = field(default_factory=OrderedDict)
@@ -137,10 +135,10 @@ class KeptLists:
             self._found.pop(key, None)
             for gone in [place for place, other in self._found.items() if not other.lists]:
                 del self._found[gone]
-            if kept.size > self.most_bytes:
+            if kept.size > _MOST_BYTES:
                 return
             self._found[key] = kept
-            while len(self._found) > _MOST_LISTS or self._size() > self.most_bytes:
+            while len(self._found) > _MOST_LISTS or self._size() > _MOST_BYTES:
                 self._found.popitem(last=False)
                 self._evictions += 1
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.call import list_maps
 from attndsl.call.list_maps import _map_of
 from attndsl.errors import ProgramErrors, TypeMismatchError, UnsupportedError
 
@@ -199,19 +198,13 @@ def test_served_requests_read_their_lists():
         first += number
 
 
-def test_layers_share_the_map_of_a_list_until_it_changes():
-    attention, (q, k, v), c, _ = one_call()
-    before = list_maps._MAPS.made
-    for _ in range(3):
-        attention(q, k, v, c=c)
-    assert list_maps._MAPS.made == before + 1
-    for turn in range(2, 4):
-        c.zero_()
-        attention(q, k, v, c=c)
-        assert list_maps._MAPS.made == before + turn
-    held = len(list_maps._MAPS)
-    del c
-    assert len(list_maps._MAPS) == held - 1
+def test_elements_that_numpy_changes_count():
+    """No version of a tensor tells of that, or of what a kernel of the user's own writes."""
+    attention, (q, k, v), c, wanted = one_call()
+    own = torch.zeros_like(c)
+    attention(q, k, v, c=own)
+    own.numpy()[...] = c.numpy()
+    close(attention(q, k, v, c=own), wanted)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])

@@ -251,16 +251,16 @@ def test_a_call_has_its_lists_until_it_ends(lists):
     assert found[0][0] == 45
 
 
-def test_memory_is_bounded(lists):
+def test_memory_is_bounded(lists, monkeypatch):
     docs = [torch.full((4,), n) for n in range(3)]
     size = lists.of(docs[0])[0].nbytes
-    lists.kept.most_bytes = 2 * size
+    monkeypatch.setattr(tile_list_cache, "_MOST_BYTES", 2 * size)
     gone = weakref.ref(lists.of(docs[0])[0])
     assert lists.made_by(docs[1])
     assert lists.made_by(docs[2])
     assert gone() is None
     assert len(lists.kept) == 2
-    lists.kept.most_bytes = size - 1
+    monkeypatch.setattr(tile_list_cache, "_MOST_BYTES", size - 1)
     for _ in range(2):
         assert lists.made_by(docs[0])
     assert len(lists.kept) == 2
