@@ -1154,3 +1154,33 @@ def test_a_run_of_the_gallery_that_was_cut_goes_on(script, tmp_path, capsys):
     assert json.loads(file.read_text()) == {"rows": rows}  # Nothing was measured.
     assert script("common").rows_with_figures("x", file) == rows[:1]
     assert script("common").rows_with_figures("x", tmp_path / "none.json") == []
+
+
+def test_lists_of_keys_are_measured_and_checked(script, tmp_path, capsys):
+    key_lists = script("key_lists")
+    path = tmp_path / "key_lists.json"
+    assert key_lists.main(["--device", "cpu", "--quick", "--output", str(path)]) == 0
+    rows, told = json.loads(path.read_text())["rows"], capsys.readouterr().out
+    assert [row["case"] for row in rows] == [case.name for case in key_lists.TINY]
+    for row in rows:
+        assert row["error"] < 1e-5
+        assert min(row["forward_ms"], row["given_ms"]) > 0
+    assert all(f"'{row['program']}'" in told for row in rows)
+
+
+def test_lists_of_keys_that_come_out_wrong_are_an_error(script, monkeypatch):
+    key_lists = script("key_lists")
+    monkeypatch.setattr(key_lists, "error_of", lambda *_: math.nan)
+    assert key_lists.main(["--device", "cpu", "--quick", "--cases", "tokens"]) == 1
+
+
+def test_lists_of_keys_have_the_pairs_that_they_list(script):
+    key_lists = script("key_lists")
+    for case in key_lists.TINY:
+        chosen = key_lists.lists_of(case, "cpu")
+        live = key_lists.map_of(case, chosen)
+        assert live.sum() == (chosen >= 0).sum()
+        rows = chosen.flatten(0, -2)
+        assert all(len(set(row.tolist()) - {-1}) == (row >= 0).sum() for row in rows)
+        ends = torch.arange(1, chosen.shape[-2] + 1)[:, None] * case.queries
+        assert not case.causal or (chosen * case.keys < ends).all()
