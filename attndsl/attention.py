@@ -311,7 +311,7 @@ class Attention(InGraphs, Analysis, DenseViews, Introspection, Serving):
         with pointing_into(self._source):
             program, _, call = bound(self, (q, k, v), arguments, self._captures_of(arguments))
             backend, lowered, call, *_ = dispatched(program, call)
-        return tune(*backend.runner(lowered, call), progress)
+        return tune(backend, lowered, call, progress)
 
     def without_sink(self) -> Attention:
         """The program without its sink, itself where it has none; it accepts the same captures.

@@ -439,8 +439,11 @@ class Backend(Protocol):
         """
         return False
 
-    def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
-        """Backend that runs ``call`` in the end, and the program and call that it gets."""
+    def runner(self, lowered: Lowered, call: Call, direction: str) -> tuple[Backend, Lowered, Call]:
+        """Backend that runs ``call`` in the end, and the program and call that it gets.
+
+        ``direction`` is ``forward`` or ``backward``, which may have different ones.
+        """
         return self, lowered, call
 
     def describe(self, lowered: Lowered, head_dim: int) -> list[str]:

@@ -95,28 +95,35 @@ def tune(
         UnsupportedError: ``backend`` has nothing to choose from.
         BackendError: No config of a kernel fits.
     """
+    found = _tune_direction("forward", *backend.runner(lowered, call, "forward"), progress)
+    if _wants(call) is not None:
+        runner = backend.runner(lowered, call, "backward")
+        found += _tune_direction("backward", *runner, progress)
+    return Tuning(tuple(found))
+
+
+def _tune_direction(
+    kind: str, backend: Backend, lowered: Lowered, call: Call,
+    progress: Callable[[str], None] | None,
+) -> list[Measurement]:  # fmt: skip
+    """Measure the configs of the kernels of one direction."""
     if not isinstance(backend, Tunable):
         raise UnsupportedError(
             f"the {backend.name} backend has one way to run a call, and nothing to tune",
             hint="tune on a GPU in fp16, bf16 or fp32, where auto takes generated kernels",
         )
     out, lse = backend.forward(lowered, call)
-    wants, grad_out = _wants(call), torch.randn_like(out, dtype=call.q.dtype)
-    jobs: list[tuple[str, torch.Tensor | None, Wants | None, Callable[[], object]]] = [
-        ("forward", None, None, lambda: backend.forward(lowered, call))
-    ]
-    if wants is not None:
-        jobs.append((
-            "backward", grad_out, wants,
-            lambda: backend.backward(lowered, call, Backward(out, lse, grad_out, None, wants)),
-        ))  # fmt: skip
+    wanted = _wants(call) if kind == "backward" else None
+    grad = None if wanted is None else torch.randn_like(out, dtype=call.q.dtype)
+    run: Callable[[], object] = partial(backend.forward, lowered, call)
+    if wanted is not None and grad is not None:
+        run = partial(backend.backward, lowered, call, Backward(out, lse, grad, None, wanted))
     found: list[Measurement] = []
-    for kind, grad, wanted, run in jobs:
-        for kernel, configs in backend.choices(lowered, call, kind, grad, wanted).items():
-            choose = partial(backend.choose, lowered, call, kind, grad, wanted, kernel)
-            timed = partial(milliseconds, run, call.q.device)
-            found += _tune_kernel(kernel, configs, choose, timed, progress)
-    return Tuning(tuple(found))
+    for kernel, configs in backend.choices(lowered, call, kind, grad, wanted).items():
+        choose = partial(backend.choose, lowered, call, kind, grad, wanted, kernel)
+        timed = partial(milliseconds, run, call.q.device)
+        found += _tune_kernel(kernel, configs, choose, timed, progress)
+    return found
 
 
 def _tune_kernel(

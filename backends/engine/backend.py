@@ -294,14 +294,19 @@ class GeneratedBackend(Backend):
         moving = family.movable(moving_of(lowered, call, moved))
         return family.tangents(self._tangent_layout(family, moving, task), moving, None)
 
-    def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
+    def runner(self, lowered: Lowered, call: Call, direction: str) -> tuple[Backend, Lowered, Call]:
         """See :class:`~attndsl.backends.base.Backend`."""
-        if (found := self._lookups.of(lowered, call)) is None:
-            return super().runner(lowered, call)
-        own, given = self._lookups.call(found, call), {**call.params, **call.tensors}
-        learned = any(getattr(given[name], "requires_grad", False) for name in found.learned)
-        own.tensors[found.tensor].requires_grad_(learned)
-        return self.runner(found.lowered, own)
+        given = {**call.params, **call.tensors}
+        learns = frozenset(x for x in given if getattr(given[x], "requires_grad", False))
+        if direction == "forward":
+            found = self._lookups.of(lowered, call)
+        else:
+            found = self._lookups.of_backward(lowered, call, Wants(tensors=learns))
+        if found is None:
+            return super().runner(lowered, call, direction)
+        own = self._lookups.call(found, call)
+        own.tensors[found.tensor].requires_grad_(not learns.isdisjoint(found.learned))
+        return self.runner(found.lowered, own, direction)
 
     def choices(
         self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,

@@ -104,12 +104,12 @@ class WidenedBackend(Backend):
             found = self.kernels.backward(wide.lowered, wide.call, of_wide)
             return wide.gradients(found, backward)
 
-    def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
+    def runner(self, lowered: Lowered, call: Call, direction: str) -> tuple[Backend, Lowered, Call]:
         """See :class:`~attndsl.backends.base.Backend`."""
         if why_tiles(lowered, call) is not None:
             return self, lowered, call
         wide = Wide(lowered, call)
-        return self.kernels.runner(wide.lowered, wide.call)
+        return self.kernels.runner(wide.lowered, wide.call, direction)
 
     def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
         """Lines on the operations that run the contractions, and the kernels' own lines."""

@@ -267,9 +267,21 @@ def test_tuning_runs_the_program_that_looks_up(learned, looked_up):
     attention = attndsl.compile("tensor t[heads, 32]: float\n" + LONG, backend="triton")
     table = torch.rand(HEADS, 32, requires_grad=learned)
     lowered, call = located_call(attention, operands(1024, 1024), {"t": table})
-    _, found, own = generated_backend(("triton",), default_cache()).runner(lowered, call)
-    assert own.tensors["by_distance"].requires_grad is learned
-    assert found.program.tensors[-1].is_padded
+    backend = generated_backend(("triton",), default_cache())
+    for direction in ("forward", "backward"):
+        _, found, own = backend.runner(lowered, call, direction)
+        assert own.tensors["by_distance"].requires_grad is learned
+        assert found.program.tensors[-1].is_padded
+
+
+def test_tuning_runs_what_each_direction_does(looked_up):
+    """Backwards of a logarithm evaluate it for each pair on GPUs."""
+    text = "tensor r[heads]: float\nscore = score - r[h] * log(1.0 + abs(q - kv))"
+    attention = attndsl.compile(text, backend="triton")
+    lowered, call = located_call(attention, operands(1024, 1024), {"r": torch.rand(HEADS)})
+    backend = generated_backend(("triton",), default_cache())
+    assert backend.runner(lowered, call, "forward")[1] is not lowered
+    assert backend.runner(lowered, call, "backward")[1] is lowered
 
 
 def test_tiles_have_no_more_rows_than_the_margin():
