@@ -146,7 +146,7 @@ def ask(
         chosen.check(lowered, call)
     except attndsl.AttnDSLError as refusal:
         return Verdict(_NO, refusal.message)
-    runner, lowered, call = chosen.runner(lowered, call)
+    runner, lowered, call = chosen.runner(lowered, call, "forward")
     learned = frozenset(feature.learned) & call.tensors.keys()
     return Asked(runner, lowered, call, isinstance(chosen, ForwardMode), learned)
 

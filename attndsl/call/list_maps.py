@@ -18,6 +18,7 @@ import torch
 from attndsl.errors import UnsupportedError
 from attndsl.ir import (
     TOKEN,
+    TOKENS,
     DType,
     Node,
     Op,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 _UNIT = 16
 """Lengths of a map's rows are multiples of this, so that calls of similar lengths have equal ones,
 and rows begin at addresses that kernels read well."""
-_TOKEN = var(TOKEN)
+_TOKEN, _TOKENS = var(TOKEN), size(TOKENS)
 _MOST = 1 << 27
 """Most elements of a row of a map."""
 
@@ -156,8 +157,10 @@ def _with_maps(
         # Sides may have conditions of this kind themselves.
         element, *indices = (substitute(arg, found) for arg in item.args)
         dims = list(of.dims[:-1])
-        split = indices.index(_TOKEN) if whole and _TOKEN in indices else None
-        if split is not None:
+        split = None
+        places = [n for n, dim in enumerate(dims) if dim is _TOKENS and indices[n] is _TOKEN]
+        if whole and places:
+            split = places[0]
             indices[split : split + 1] = var("b"), var("q")
             dims[split : split + 1] = size("batch"), size("q_len")
         own = _ListMap(name, of.name, negative, split)

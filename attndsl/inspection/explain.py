@@ -111,7 +111,10 @@ def _parts(lowered: Lowered, asked: Question) -> list[str]:
 
 _OF_TENSORS = {"b": "batch entry", "h": "head", "hkv": "key head"}
 _FOR_EACH = {**_OF_TENSORS, "q": "query", "kv": "key", TOKEN: "query"}
-_SEVERAL = {"q": "queries", "kv": "keys"}
+_SEVERAL = {
+    "b": "batch entries", "h": "heads", "hkv": "key heads", "q": "queries", "kv": "keys",
+    TOKEN: "queries",
+}  # fmt: skip
 
 
 def _list(item: Node) -> str:
@@ -119,7 +122,7 @@ def _list(item: Node) -> str:
     element, *indices = item.args
     block, of = _block(element)
     looked_for = f"values of {print_expression(element)}"
-    if of in _SEVERAL:
+    if of in ("q", "kv"):
         looked_for = _SEVERAL[of] if block == 1 else f"blocks of {block} {_SEVERAL[of]}"
     each = [_rows_of(index) for index in indices if index.op is not Op.CONST]
     *first, last = each or ["all"]
@@ -132,7 +135,7 @@ def _rows_of(index: Node) -> str:
     size, name = _block(index)
     if name not in _FOR_EACH:
         return print_expression(index)
-    return _FOR_EACH[name] if size == 1 else f"{size} {_SEVERAL.get(name, name)}"
+    return _FOR_EACH[name] if size == 1 else f"{size} {_SEVERAL[name]}"
 
 
 def _block(item: Node) -> tuple[int, str]:

@@ -361,10 +361,12 @@ class Printer:
             else self.at(item, ATOM)
         )
 
-    def indices(self, load: Node, but: int = -1) -> list[str | None]:
+    def indices(
+        self, load: Node, but: int = -1, unit_dims: frozenset[int] = frozenset()
+    ) -> list[str | None]:
         """Index texts of ``load``: locals, clamped into the tensor where they might leave it.
 
-        None along dim ``but``.
+        None along dim ``but``; maybe sums along ``unit_dims``, which nothing is to follow.
         """
         capture = self.names.captures[str(load.value)]
         texts: list[str | None] = []
@@ -377,7 +379,7 @@ class Printer:
             if capture.is_padded:
                 # Steps from one address to the next: each row of a tile keeps its own, and fewer
                 # registers spill than of sums (docs/dev/kernels.md).
-                texts.append(self.at(arg, SUM))
+                texts.append(self.at(arg, SUM if dim in unit_dims else ATOM))
             elif self._is_inside(load, dim, capture):
                 texts.append(
                     self._text(arg) if plain and not capture.wide else self._converted(arg)
@@ -421,9 +423,9 @@ class Printer:
         if (place := self._block_of_keys(item)) is not None:
             text = self._load_of_blocks(item, *place)
         else:
-            offset = element_offset(
-                self.indices(item), "stride", capture.name, capture.wide, capture.unit_dims
-            )
+            wide, unit_dims = capture.wide, capture.unit_dims
+            indices = self.indices(item, unit_dims=frozenset() if wide else unit_dims)
+            offset = element_offset(indices, "stride", capture.name, wide, unit_dims)
             # Clamped indices keep all other pairs inside the tensor, and a margin those of a tile.
             guard = ", mask=live, other=0" if guarded and not capture.is_padded else ""
             text = f"tl.load(given.t_{capture.name} + {offset}{guard})"

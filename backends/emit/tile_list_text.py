@@ -103,8 +103,7 @@ def _cell(number: int, cell: Cell, facts: KernelFacts) -> list[tuple[str, set[st
     ):
         # Rows so far apart, and the last one, are in all cells of a tile that begins anywhere.
         step = 1 if kind == "index" else size
-        count = f"({block} - 1) // {step} + 2" if size else "1"
-        loops.append(f"for {position}_point in range(0, {count}):")
+        loops.append(f"for {position}_point in range(0, ({block} - 1) // {step} + 2):")
         points.append(
             f"{position} = position_in_tile({position}_point * {step}, {tile}, {block}, "
             f"sizes.{position}_len, origins.{position}, {position.upper()}_KIND)"

@@ -127,24 +127,38 @@ class GeneratedBackend(Backend):
         device = call.q.device
         if call.q.numel() == 0 or current_machine(device).target is None:
             return
-        # What will come back is like the output, as far as anybody knows.
-        grad_out = empty_like(call.q, call.v.shape[-1])
+        both = (True, True)
         if (found := self._lookups.of(lowered, call)) is not None:
             own = call_of_values(call)
             self.modules.start(self._jobs(found.values, own, VALUES, None, None), (), device, False)
+            looks_up = self._lookups.of_backward(lowered, call, wanted) is not None
+            if not looks_up:
+                self._start(lowered, call, wanted, (False, True))
             own = self._lookups.call(found, call, made=False)
-            self.start(found.lowered, own, wants_of_lookup(found, wanted))
-            return
-        plan = self._plan(lowered, call, wanted)
-        tasks: list[tuple[Task, torch.Tensor | None, Wants | None]] = [
-            (Task.FORWARD, None, None), (Task.BACKWARD, grad_out, plan.lines),
-            *((task, grad_out, own) for task, own in extra_tasks(lowered, plan)),
-        ]  # fmt: skip
-        if lowered.program.bounded:
-            rows = rows_alone(plan.lines)
-            tasks.append((Task.REPAIR_GRADIENTS, grad_out, rows))
-            if not self._family(lowered, call, Task.FORWARD, None, None).isolates:
-                tasks.append((Task.REPAIR, None, None))
+            lowered, call, wanted = found.lowered, own, wants_of_lookup(found, wanted)
+            both = (True, looks_up)
+        self._start(lowered, call, wanted, both)
+
+    def _start(
+        self, lowered: Lowered, call: Call, wanted: Wants, directions: tuple[bool, bool]
+    ) -> None:
+        """Begin to compile the kernels of the forward, of the backward, or of both."""
+        device, (forward, backward) = call.q.device, directions
+        tasks: list[tuple[Task, torch.Tensor | None, Wants | None]] = []
+        if forward:
+            tasks.append((Task.FORWARD, None, None))
+        # What will come back is like the output, as far as anybody knows.
+        grad_out = empty_like(call.q, call.v.shape[-1])
+        bounded = lowered.program.bounded
+        if backward:
+            plan = self._plan(lowered, call, wanted)
+            tasks.append((Task.BACKWARD, grad_out, plan.lines))
+            tasks += [(task, grad_out, own) for task, own in extra_tasks(lowered, plan)]
+            if bounded:
+                tasks.append((Task.REPAIR_GRADIENTS, grad_out, rows_alone(plan.lines)))
+        isolates = forward and self._family(lowered, call, Task.FORWARD, None, None).isolates
+        if forward and bounded and not isolates:
+            tasks.append((Task.REPAIR, None, None))
         for task, gradient, wants in tasks:
             family = self._family(lowered, call, task, gradient, wants)
             jobs = family.jobs(lowered, call, task, gradient, wants)
@@ -182,7 +196,7 @@ class GeneratedBackend(Backend):
         if (
             wanted.tensors or wanted.params or lse.numel() == 0 or lowered.program.bounded
             or grad_out.dtype is not call.q.dtype or any(x is not grad_out for x in read)
-            or self._lookups.of(lowered, call) is not None
+            or self._lookups.of_backward(lowered, call, wanted) is not None
         ):  # fmt: skip
             return super().bound_backward(lowered, call, backward)
         has_dlse = grad_lse is not None

@@ -98,7 +98,9 @@ def looks_up_many_keys(facts: KernelFacts, sparsity: Sparsity) -> bool:
         return False
     cells = bounds.cells
     blocks = bool(cells) and all(cell.kv_size % (2 * _SMALL_CELLS) == 0 for cell in cells)
-    return blocks or bool(facts.pair_tiles)
+    # A bias that is read by tiles has none measured.
+    maps = bool(facts.pair_tiles) and all(tile.dtype == "i8" for tile in facts.pair_tiles)
+    return blocks or maps
 
 
 def with_small_cells(
@@ -114,7 +116,6 @@ def with_small_cells(
         return configs
     small = any(
         cell.q_size % (2 * _SMALL_CELLS) == _SMALL_CELLS
-        and cell.kv_size > 0
         and (cell.kv_size % (2 * _SMALL_CELLS) == _SMALL_CELLS or _SMALL_CELLS % cell.kv_size == 0)
         for cell in bounds.cells
     )

@@ -136,7 +136,8 @@ class CPUBackend(Backend):
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> CallGradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         with torch.no_grad(), _without_autocast(call.q.device.type):
-            if (lookup := self._lookups.of(lowered, call)) is not None:
+            lookup = self._lookups.of_backward(lowered, call, backward.wanted)
+            if lookup is not None:
                 return self._lookups.backward(lookup, call, backward, self.backward)
             for strategy in self.choose(lowered, call, backward):
                 found = strategy.backward(lowered, call, backward)

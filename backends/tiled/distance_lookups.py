@@ -135,13 +135,11 @@ class DistanceLookups:
         """A line on the part that is looked up by distance, and in which calls, if there is one."""
         if lowered.program.score is SCORE or (found := self._lookup_of(lowered)) is None:
             return []
-        part, pairs = (
-            print_expression(found.values.program.score),
-            self._least.of_call / found.saved,
-        )
+        part, pairs = print_expression(found.values.program.score), self._least.of_call
+        where = "" if found.saved >= self._least.of_gradients else ", in forwards alone"
         return [
-            f"  by distance from {pairs / 1e6:.1f} million pairs of all heads on, "
-            f"evaluated once for each distance and looked up: {part}"
+            f"  by distance from {pairs / found.saved / 1e6:.1f} million pairs of all heads on, "
+            f"evaluated once for each distance and looked up{where}: {part}"
         ]
 
     def _lookup_of(self, lowered: Lowered) -> DistanceLookup | None:

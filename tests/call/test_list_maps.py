@@ -77,6 +77,14 @@ CASES = {
         "tensor c[heads, tokens, n]: int; mask = kv in c[h, token, :]", (H, B * ROWS, 9),
         lambda c: has(KV, c.view(H, B, ROWS, 1, -1).transpose(0, 1)),
     ),
+    "tokens in more rows than there are": (
+        "tensor c[most, n]: int; mask = kv in c[token, :]", (B * ROWS + 7, 9),
+        lambda c: has(KV, c[: B * ROWS].view(B, 1, ROWS, 1, -1)),
+    ),
+    "tokens in fewer rows than there are": (
+        "tensor c[some, n]: int; mask = kv in c[token, :]", (5, 9),
+        lambda c: has(KV, c[torch.arange(B * ROWS).clamp(max=4)].view(B, 1, ROWS, 1, -1)),
+    ),
     "empty lists": (
         PER_ROW + "mask = kv < 3 or kv in c[b, q, :]", (B, ROWS, 0), lambda c: KV < 3,
     ),

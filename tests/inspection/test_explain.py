@@ -147,6 +147,8 @@ def test_what_is_evaluated_is_named():
         ("batch, kv_heads, q_len", (1, 1, 128), "kv // 16 not in c[b, hkv, q, :]",
          "blocks of 16 keys, one for each batch entry, key head and query"),
         ("heads", (1,), "q - kv in c[0, :]", "values of q - kv, one for all"),
+        ("some, parts", (1, 4), "kv in c[h // 2, token // 32, :]",
+         "keys, one for each 2 heads and 32 queries"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("has_lengths", [False, True])

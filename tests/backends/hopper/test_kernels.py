@@ -67,6 +67,9 @@ def test_maps_of_pairs_have_tiles_of_many_keys():
     for head_dim, many in ((96, False), (112, True), (128, True), (192, False)):
         own = replace(facts, pair_tiles=(tile,), head_dim=head_dim, value_dim=head_dim)
         assert looks_up_many_keys(own, lowered.sparsity) == many
+    bias = PairTile("bias", ("q", "kv"), (), "bf16")
+    for tiles in ((bias,), (tile, bias)):
+        assert not looks_up_many_keys(replace(facts, pair_tiles=tiles), lowered.sparsity)
 
 
 BACKWARDS = [

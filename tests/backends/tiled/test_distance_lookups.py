@@ -211,6 +211,14 @@ def test_few_pairs_and_cheap_parts_are_evaluated_as_they_are():
     assert lookup_of(f"{head}score = score + {far}", **TABLE)[0] is None
 
 
+@interpreted
+def test_what_is_described_is_what_each_direction_does():
+    text = "tensor r[heads]: float\nscore = score - r[h] * log(1.0 + abs(q - kv))"
+    for backend, told in (("triton", "looked up, in forwards alone: "), ("cpu", "looked up: ")):
+        shown = attndsl.compile(text, backend=backend).explain()
+        assert told in next(line for line in shown.split("\n") if "by distance" in line)
+
+
 def test_gpus_look_up_what_saves_more():
     head = "tensor t[heads, 32]: float\n"
     assert lookup_of(head + LONG, least=ON_GPUS, **TABLE)[0] is None
