@@ -12,7 +12,7 @@ from attndsl.call.dropout_seed import draw_seed
 from attndsl.errors import ArgumentError, UnsupportedError
 
 from .mask_programs import repeated
-from .model_programs import PREFIX
+from .model_programs import LISTS, PREFIX, USUAL_BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,6 +135,8 @@ def _chosen_keys(module: torch.nn.Module, options: Mapping[str, Any]) -> dict[st
             "the model's indexer chose blocks of keys, and says nowhere how many keys they have",
             hint=_instead(module),
         )
+    if size in USUAL_BLOCKS:
+        return {"chosen": chosen, f"blocks{size}": blocks}
     return {"chosen": chosen, "blocks": blocks, "size": size}
 
 
@@ -258,8 +260,8 @@ def located(mask: Mask, captures: dict[str, Any]) -> dict[str, Any]:
     """Offsets and lengths of a call; ``captures`` gets the offsets that its tensors count from."""
     location: dict[str, Any] = {}
     for name, offset, captured, readers in (
-        ("q_offset", mask.q_offset, "q0", ("bias", "chosen", "blocks")),
-        ("kv_offset", mask.kv_offset, "k0", ("bias", "pad", "chosen", "blocks")),
+        ("q_offset", mask.q_offset, "q0", ("bias", *LISTS)),
+        ("kv_offset", mask.kv_offset, "k0", ("bias", "pad", *LISTS)),
     ):
         if isinstance(offset, torch.Tensor) or offset != 0:
             location[name] = offset

@@ -43,6 +43,16 @@ score = score + added[b, h, row, column]
 """
 """``q0`` and ``k0`` are the positions of the first row and key where tensors count from them.
 ``chosen`` and ``blocks`` are keys, and blocks of ``size`` keys, that a model's indexer chose."""
+USUAL_BLOCKS = (16, 32, 64, 128, 256)
+"""Sizes of blocks that have a line each: kernels find tiles of constant blocks a block at a
+time (see M71 in docs/dev/measured.md)."""
+_USUAL = "".join(
+    f"tensor blocks{size}[batch, kv_heads, block_rows, most_blocks]: int = none\n"
+    f"mask = column // {size} in blocks{size}[b, hkv, row, :]\n"
+    for size in USUAL_BLOCKS
+)
+LISTS = ("chosen", "blocks", *(f"blocks{size}" for size in USUAL_BLOCKS))
+"""Tensors of what an indexer chose."""
 _SINK = "tensor logit[heads]: float = none\nsink = logit[h]\n"
 _DROPOUT = "param p: float = none\nweights = dropout(softmax(score), p)\n"
 
@@ -89,7 +99,7 @@ def composed(own: Own | None, mask: str) -> Attention:
         own: The user's program, if there is one.
         mask: The text of the model's mask, as :func:`attndsl.trace` gives it; may be empty.
     """
-    text = _ASKED
+    text = _ASKED + _USUAL
     text += "" if own is not None and own.has_sink else _SINK
     text += "" if own is not None and own.has_weights else _DROPOUT
     parts: list[Attention | str] = [compile_program(text, name="<transformers>")]

@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
 import attndsl
 from attndsl import errors
+from attndsl.hf import model_programs
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,30 @@ def test_an_own_program_and_an_indexer_both_hide_keys():
     with torch.no_grad():
         close(far(**given).logits, hf_models.make("DeepSeek V3.2")(**given).logits)
         assert (near(**given).logits - far(**given).logits).abs().max() > 0.1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [16, 24])
+def test_blocks_of_usual_and_other_sizes(size):
+    changes = {"index_block_size": size}
+    eager = hf_models.make("MiniMax M3", **changes)
+    model = hf_models.make("MiniMax M3", "attndsl", **changes)
+    given = hf_models.inputs("MiniMax M3", 61)
+    close(model(**given).logits, eager(**given).logits)
+    few = hf_models.make("MiniMax M3", index_topk_blocks=4, **changes)
+    assert (few(**given).logits - eager(**given).logits).abs().max() > 0.1
+    wanted = eager.generate(given["input_ids"], max_new_tokens=5, do_sample=False)
+    found = model.generate(given["input_ids"], max_new_tokens=5, do_sample=False)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("size", model_programs.USUAL_BLOCKS)
+def test_usual_blocks_are_constants(size):
+    """Kernels find their tiles a block at a time, from 64 pairs a block on."""
+    lists = {f"hf_blocks{size}": torch.zeros(1, 2, 61, 2).long()}
+    program, _ = model_programs.composed(None, model_programs.CAUSAL).variant(lists)
+    ways = [atom.way for atom in program.lowered.sparsity.atoms]
+    assert ("cells" in ways) == (size >= 64)
 
 
 def test_blocks_of_no_size_are_refused():
