@@ -14,7 +14,7 @@ def test_every_variant_has_an_example():
     expected = (
         "alibi block_diffusion causal dilated dsa joined latent learned_alibi lengths "
         "neighbourhood_2d nsa optional packed_documents prefix_lm relative_bias sigmoid sinks "
-        "sliding_window soft_cap t5_bias"
+        "sliding_window soft_cap t5_bias video_tiles"
     )
     assert expected.split() == SCRIPTS
 

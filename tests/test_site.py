@@ -32,7 +32,7 @@ def script(monkeypatch):
 
 NOT_TIMED = {
     "big_bird.attn", "dsa.py", "key_groups.attn", "moba.attn", "msa.attn", "nsa.py",
-    "retrieval_heads.attn", "video_tiles.attn",
+    "retrieval_heads.attn", "video_tiles.py",
 }  # fmt: skip
 """Programs of lists, which no run of benchmarks/gallery_times.py has had yet."""
 
