@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LIMITS = Path(__file__).with_name("prose_limits.json")
 MOST_WORDS_OF_A_PAGE, MOST_WORDS = 3500, 35_000
 _MOST_WORDS_OF = {"docs/gallery.md": 4000}
-"""Of a page that has a section for each program."""
+"""Most words of a page that has a section for each program."""
 _FOLDERS = ("attndsl", "backends", "grammar")
 
 

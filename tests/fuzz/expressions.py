@@ -99,7 +99,7 @@ class Expressions:
         self.favourites = rng.sample(names, 3)
         apart = random.Random(repr(rng.getstate()[1][:2]))
         self.lists = apart.random() < _LISTS
-        """Whether the program may have lists. Nothing is drawn for that: programs of seeds that
+        """True if the program may have lists. Nothing is drawn for that: programs of seeds that
         tests name stay as they are."""
 
     def pick(self, *choices: tuple[int, Callable[[], Expr]]) -> Expr:

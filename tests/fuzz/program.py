@@ -92,7 +92,7 @@ class Member:
     tensor: str
     args: tuple[Expr, ...]
     turned: bool = False
-    """Whether it is ``not in``."""
+    """True for ``not in``."""
     kind: Kind = Kind.BOOL
 
 

@@ -18,6 +18,16 @@ from attndsl.source import Source
 LENGTH = 1000
 
 
+class _Language:
+    @staticmethod
+    def cdiv(a: int, b: int) -> int:
+        return -(-a // b)
+
+    @staticmethod
+    def where(c: bool, a: int, b: int) -> int:
+        return a if c else b
+
+
 def _run(
     loop: LoopPlan, kind: str, tile: int, along: str = "kv", sizes: tuple[int, int] = (128, 128)
 ) -> list[int]:
@@ -25,7 +35,7 @@ def _run(
     texts, helpers = print_loop("p", along, loop, [], LeafNames({}, {}, 64))
     text = "\n".join(texts).replace("@triton.jit\n", "").replace(": tl.constexpr", "")
 
-    class tl:
+    class tl(_Language):
         int32 = None
 
         @staticmethod
@@ -35,14 +45,6 @@ def _run(
         @staticmethod
         def minimum(a: int, b: int) -> int:
             return min(a, b)
-
-        @staticmethod
-        def cdiv(a: int, b: int) -> int:
-            return -(-a // b)
-
-        @staticmethod
-        def where(c: bool, a: int, b: int) -> int:
-            return a if c else b
 
         @staticmethod
         def full(shape: list[int], value: int, dtype: None) -> int:
@@ -152,15 +154,7 @@ def test_no_list_is_read_outside_of_its_row() -> None:
     text = text.replace(".to(tl.int64)", "")
     tiles, read = -(-LENGTH // 128), []
 
-    class tl:
-        @staticmethod
-        def cdiv(a: int, b: int) -> int:
-            return -(-a // b)
-
-        @staticmethod
-        def where(c: bool, a: int, b: int) -> int:
-            return a if c else b
-
+    class tl(_Language):
         @staticmethod
         def load(address: int, mask: bool, other: int) -> int:
             if mask:
