@@ -6,6 +6,7 @@ that change the code: whether addresses are aligned, and whether offsets need 64
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from .dropout_offsets import kinds_of_draws
 from .leaf_names import CaptureFacts, LeafNames
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from triton.backends.compiler import GPUTarget
 
@@ -132,8 +133,11 @@ class KernelFacts:
     """Triton's name of the type of the argument that gives them."""
     kv_kind: str
     kv_origin_type: str
-    aligned: bool
-    """True if addresses and strides of q, k, v and dO are multiples of 16."""
+    divisor: int
+    """See :func:`divisor_of`: of strides of q, k, v and dO; 1 if an address is no multiple of 16.
+
+    Rows of 40 elements, 80 bytes, are read 16 bytes at a time as well as rows of 48.
+    """
     wide_rows: bool
     """True if offsets within one tile of rows need 64 bits."""
     shifted: bool = False
@@ -245,6 +249,10 @@ MAX_ROWS = 512
 """Rows of the largest tile; offsets within a tile are below this times the row stride."""
 
 
+ADDRESS = 16
+"""Bytes of the longest load of a thread: addresses that are no multiple of it are read in parts."""
+
+
 def tile_width(head_dim: int) -> int:
     """Columns of a tile that holds rows of ``head_dim`` elements."""
     return max(16, 1 << (head_dim - 1).bit_length())
@@ -253,7 +261,7 @@ def tile_width(head_dim: int) -> int:
 def block_widths(facts: KernelFacts) -> tuple[int, int]:
     """Columns of the tiles that hold rows of q and k, and of v."""
     d, dv = tile_width(facts.head_dim), tile_width(facts.value_dim)
-    if not facts.aligned:
+    if facts.divisor == 1:
         # Triton 3.6 multiplies by wrong elements of v where its tile is narrower than k's and its
         # rows cannot be copied asynchronously; tiles of one width are right.
         d = dv = max(d, dv)
@@ -280,7 +288,7 @@ def facts_of(program: Program, call: Call, *grads: torch.Tensor) -> KernelFacts:
         q_origin_type=_origin_type(call.q_offset, call.q_index),
         kv_kind=position_kind(call.kv_offset, call.kv_index),
         kv_origin_type=_origin_type(call.kv_offset, call.kv_index),
-        aligned=all(_aligned(t, strides(t)) for t in operands),
+        divisor=min(_divisor(t, strides(t)) for t in operands),
         shifted=call.shifted,
         scale_first=call.scale <= 0,
         dropout=program.dropout is not None,
@@ -352,8 +360,18 @@ def _origin_type(offset: int | torch.Tensor, index: torch.Tensor | None) -> str:
     return "i32" if isinstance(found, int) else "*" + TRITON_TYPES[found.dtype]
 
 
+def divisor_of(steps: Iterable[int]) -> int:
+    """The largest of 16, 8 and 1 that divides all ``steps`` but those of 1."""
+    common = math.gcd(*(step for step in steps if step != 1))
+    return next(number for number in (ADDRESS, 8, 1) if common % number == 0)
+
+
+def _divisor(tensor: torch.Tensor, steps: tuple[int, ...]) -> int:
+    return divisor_of(steps) if tensor.data_ptr() % ADDRESS == 0 else 1
+
+
 def _aligned(tensor: torch.Tensor, steps: tuple[int, ...]) -> bool:
-    return tensor.data_ptr() % 16 == 0 and all(step % 16 == 0 or step == 1 for step in steps)
+    return _divisor(tensor, steps) == ADDRESS
 
 
 def _capture(decl: TensorDecl, tensor: torch.Tensor) -> CaptureFacts:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from ..emit.facts import ADDRESS
 from ..kernels.arguments import capture_types, template_argument
 from ..kernels.compile import Argument
 from ..kernels.kernel import Task
@@ -84,9 +85,9 @@ def arguments_of(task: Task, function: Any, facts: KernelFacts, config: Config) 
         if name in blocks:
             found.append(Argument(name, blocks[name].type))
         elif name in BUFFERS:
-            found.append(Argument(name, BUFFERS[name].type, aligned=True))
+            found.append(Argument(name, BUFFERS[name].type, divisor=ADDRESS))
         elif name == "COUNTER":
-            found.append(Argument(name, "*i32", aligned=True))
+            found.append(Argument(name, "*i32", divisor=ADDRESS))
         else:
             found.append(captures.get(name) or template_argument(name, facts))
     return found

@@ -9,7 +9,7 @@ import triton
 from attndsl.errors import UnsupportedError
 
 from ..emit.dropout_offsets import PARAMETERS, draws_arguments
-from ..emit.facts import block_widths
+from ..emit.facts import ADDRESS, block_widths, divisor_of
 from ..memory_order import strides
 from .compile import Argument
 
@@ -84,40 +84,42 @@ def template_argument(name: str, facts: KernelFacts) -> Argument:
             facts.wide_gradients and name in _GRADIENTS and not (name == "DQ" and facts.narrow_dq)
         )
         kind = "fp32" if wide else facts.dtype
-        return Argument(name, f"*{kind}", aligned=name in _OWN or facts.aligned)
+        is_aligned = name in _OWN or facts.divisor > 1
+        return Argument(name, f"*{kind}", divisor=ADDRESS if is_aligned else 1)
     if name in _LISTS:
-        return Argument(name, _LISTS[name], aligned=True)
+        return Argument(name, _LISTS[name], divisor=ADDRESS)
     if name in _STATISTICS:
-        return Argument(name, "*fp32", aligned=True)
+        return Argument(name, "*fp32", divisor=ADDRESS)
     if name in _EXACT:
-        return Argument(name, _EXACT[name], aligned=True)
+        return Argument(name, _EXACT[name], divisor=ADDRESS)
     if name.startswith("PAIR_SUMS"):
         number = int(name[9:])
-        return Argument(name, f"*{facts.pair_types[number]}", aligned=facts.pair_aligned[number])
+        divisor = ADDRESS if facts.pair_aligned[number] else 1
+        return Argument(name, f"*{facts.pair_types[number]}", divisor=divisor)
     if name.startswith("pair_step"):
         aligned = facts.pair_aligned[int(name[9:].partition("_")[0])]
-        return Argument(name, "i64", aligned=aligned)
+        return Argument(name, "i64", divisor=ADDRESS if aligned else 1)
     if name.startswith("stride_"):
         # Batches and heads are far apart; rows of a tile rarely are.
         wide = name[-1] in "bh" or facts.wide_rows
-        aligned = facts.aligned if name[7] != "o" else facts.value_dim % 16 == 0
-        return Argument(name, "i64" if wide else "i32", aligned=aligned)
+        divisor = facts.divisor if name[7] != "o" else divisor_of([facts.value_dim])
+        return Argument(name, "i64" if wide else "i32", divisor=divisor)
     if name.startswith("rows_"):
         # Of results: a kernel multiplies them by the width, which says how these are aligned.
         return Argument(name, "i64" if name[-1] in "bh" or facts.wide_rows else "i32")
     if name == "COUNTS":
         return Argument(name, "*i32")
     if name == "STORED_TILES":
-        return Argument(name, "*i8", aligned=True)
+        return Argument(name, "*i8", divisor=ADDRESS)
     if name in ("slope_keys", "slope_queries"):
-        return Argument(name, "i32", aligned=True)
+        return Argument(name, "i32", divisor=ADDRESS)
     if name == "scale":
         return Argument(name, "fp32")
     if name in ("q_origin", "kv_origin"):
         kind = facts.q_origin_type if name == "q_origin" else facts.kv_origin_type
         # Tiles of what pairs look up an element each are read as they lie.
         from_zero = bool(facts.pair_types) and kind == "i32" and not facts.shifted
-        return Argument(name, kind, aligned=from_zero)
+        return Argument(name, kind, divisor=ADDRESS if from_zero else 1)
     return Argument(name, "i64" if name == "map_step" else "i32")
 
 
@@ -126,7 +128,7 @@ def capture_types(facts: KernelFacts) -> dict[str, Argument]:
     found: dict[str, Argument] = {}
 
     def add(name: str, kind: str, aligned: bool = False) -> None:
-        found[name] = Argument(name, kind, aligned=aligned)
+        found[name] = Argument(name, kind, divisor=ADDRESS if aligned else 1)
 
     for capture, kind, aligned in zip(
         facts.captures, facts.capture_types, facts.capture_aligned, strict=True

@@ -48,8 +48,8 @@ class Argument:
     name: str
     type: str
     constant: int | str | bool | None = None
-    aligned: bool = False
-    """True if it is a multiple of 16."""
+    divisor: int = 1
+    """A number known to divide it: 1, 8 or 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,9 +368,9 @@ def _source(function: Any, arguments: Sequence[Argument]) -> _TritonSource | _Gl
     constants = {a.name: a.constant for a in arguments if a.type == "constexpr"}
     signature = {a.name: a.type for a in arguments}
     attributes = {
-        (position,): [["tt.divisibility", 16]]
+        (position,): [["tt.divisibility", argument.divisor]]
         for position, argument in enumerate(arguments)
-        if argument.aligned
+        if argument.divisor > 1
     }
     kind = _GluonSource if function.is_gluon() else _TritonSource
     return kind(function, signature, constexprs=constants, attrs=attributes)

@@ -104,9 +104,9 @@ def arguments_in(values: Iterable[str]) -> dict[str, Argument]:
         kind, separator, names = value.rpartition(": ")
         if not separator:
             raise ValueError(value)
-        kind, aligned, _ = kind.partition(" % 16")
+        kind, _, divisor = kind.partition(" % ")
         for name in names.split(", "):
-            found[name] = Argument(name, kind, aligned=bool(aligned))
+            found[name] = Argument(name, kind, divisor=int(divisor or 1))
     return found
 
 
@@ -153,12 +153,12 @@ def _arguments(text: str, job: Job, config: Config) -> list[Argument]:
 
 def _groups(arguments: list[Argument]) -> Iterator[str]:
     """Arguments of one kind after another: ``*bf16 % 16: Q, K``."""
-    groups: dict[tuple[str, bool], list[str]] = {}
+    groups: dict[tuple[str, int], list[str]] = {}
     for argument in arguments:
         assert argument.type != "constexpr", f"{argument.name}: modules have constants of their own"
-        groups.setdefault((argument.type, argument.aligned), []).append(argument.name)
-    for (kind, aligned), names in groups.items():
-        yield f"{kind}{' % 16' * aligned}: {', '.join(names)}"
+        groups.setdefault((argument.type, argument.divisor), []).append(argument.name)
+    for (kind, divisor), names in groups.items():
+        yield f"{kind}{f' % {divisor}' * (divisor > 1)}: {', '.join(names)}"
 
 
 def _lines(fields: list[tuple[str, str]]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attndsl.passes.tiles import tile_plan
 
+from ..emit.facts import ADDRESS
 from ..kernels.arguments import arguments_of
 from ..kernels.compile import Argument
 from ..kernels.kernel import Kernel, Task
@@ -38,11 +39,12 @@ def arguments(function: Any, facts: KernelFacts, config: Config) -> list[Argumen
     for argument in arguments_of(function, facts, {}):
         name = argument.name
         is_page = name in ("K_PAGES", "V_PAGES") or name[:6] in ("step_k", "step_v")
+        divisor = ADDRESS if is_page and pages.aligned else 1
         if name in own:
-            argument = Argument(name, own[name], aligned=is_page and pages.aligned)
+            argument = Argument(name, own[name], divisor=divisor)
         elif name.startswith("step_"):
             kind = "i64" if pages.wide_steps else "i32"
-            argument = Argument(name, kind, aligned=is_page and pages.aligned)
+            argument = Argument(name, kind, divisor=divisor)
         found.append(argument)
     return found
 

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..emit.facts import FP8_TYPE, MAX_ROWS, TRITON_TYPES, PageFacts, block_widths, for_lists
+from ..emit.facts import (
+    ADDRESS,
+    FP8_TYPE,
+    MAX_ROWS,
+    TRITON_TYPES,
+    PageFacts,
+    block_widths,
+    for_lists,
+)
 from ..kernels.arguments import capture_arguments
 from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
@@ -101,7 +109,8 @@ class Serve(Portable):
         facts = facts_of_task(lowered, call, Task.FORWARD, None, None)
         own = page_facts(pages)
         facts = replace(
-            facts, packed_heads=True, pages=own, aligned=own.q_aligned, wide_rows=own.wide_rows,
+            facts, packed_heads=True, pages=own, divisor=ADDRESS if own.q_aligned else 1,
+            wide_rows=own.wide_rows,
             reach=None,  # Later steps of the signature may have more rows.
         )  # fmt: skip
         units, shape, _ = _units(lowered, call, pages)

@@ -54,14 +54,22 @@ def test_results_in_fp32():
     assert types(call, Wants(wide=True)) == [half] * 2 + [wide] * 3 + [half] * 3 + [wide]
 
 
-@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("divisor", [1, 8, 16])
 @pytest.mark.parametrize("value_dim", [24, 32])
-def test_strides_of_the_output_are_those_of_its_width(aligned, value_dim):
+def test_strides_of_the_output_are_those_of_its_width(divisor, value_dim):
     call = example_call(ATTENTION.lowered, 16, 16, torch.float32, {"w": 3})
-    facts = replace(facts_of(ATTENTION.lowered.program, call), aligned=aligned, value_dim=value_dim)
+    facts = replace(facts_of(ATTENTION.lowered.program, call), divisor=divisor, value_dim=value_dim)
     for dim in "bhm":
-        assert template_argument(f"stride_o{dim}", facts).aligned == (value_dim == 32)
-        assert template_argument(f"stride_q{dim}", facts).aligned == aligned
+        assert template_argument(f"stride_o{dim}", facts).divisor == {24: 8, 32: 16}[value_dim]
+        assert template_argument(f"stride_q{dim}", facts).divisor == divisor
+
+
+@pytest.mark.parametrize(("head_dim", "divisor"), [(64, 16), (40, 8), (36, 1), (1, 1)])
+def test_rows_of_forty_elements_are_read_by_eights(head_dim, divisor):
+    rows = torch.zeros(2, 3, 5, head_dim)
+    call = example_call(ATTENTION.lowered, 16, 16, torch.float32, {"w": 3})
+    call = call._replace(q=rows, k=rows, v=rows)
+    assert facts_of(ATTENTION.lowered.program, call).divisor == divisor
 
 
 def test_a_map_of_positions_takes_the_place_of_their_origin():

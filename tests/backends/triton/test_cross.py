@@ -50,7 +50,7 @@ SCRIPT = textwrap.dedent(
         q_origin_type="i32",
         kv_kind="offset",
         kv_origin_type="i32",
-        aligned=True,
+        divisor=16,
         wide_rows=False,
         tensor_gradients=("bias", "gain") if rich else (),
         param_gradients=("cap",) if rich else (),
@@ -144,7 +144,7 @@ RESULTS_IN_FP32 = textwrap.dedent(
     call = example_call(lowered, 32, 32, torch.bfloat16, {})
     for wide in (False, True):
         facts = replace(
-            facts_of(lowered.program, call._replace(wide=wide)), aligned=True,
+            facts_of(lowered.program, call._replace(wide=wide)), divisor=16,
             wide_gradients=wide,
         )
         for kernel in cross_compile(lowered, facts, "cuda:90", configs, configs):
@@ -173,7 +173,7 @@ SOFTCAP = textwrap.dedent(
         target, dtype, exact = case.split(",")
         lowered = lower(Source("score = 50.0 * tanh(score / 50.0)"), {}, exact == "True")
         call = example_call(lowered, 32, 32, getattr(torch, dtype), {})
-        facts = replace(facts_of(lowered.program, call), aligned=True)
+        facts = replace(facts_of(lowered.program, call), divisor=16)
         for kernel in cross_compile(lowered, facts, target, configs, configs):
             text = kernel.kernel.asm.get("ptx") or kernel.kernel.asm["amdgcn"]
             names = ("tanh.approx.f32", "rcp.approx.ftz.f32", "ex2.approx.ftz.f32")
@@ -228,7 +228,7 @@ PARTS = textwrap.dedent(
     elif case == "positions":
         offsets = {"q_offset": torch.tensor(5), "kv_offset": torch.tensor(7)}
     moved, call = localised(lowered, call._replace(sizes=sizes, part=part, **offsets))
-    facts = replace(facts_of(moved.program, call), aligned=True)
+    facts = replace(facts_of(moved.program, call), divisor=16)
     learned = tuple(decl.name for decl in lowered.program.tensors)
     facts = replace(facts, tensor_gradients=learned)
     names = [*DIRECTIONS, *sys.argv[2:]]
