@@ -492,6 +492,7 @@ class GeneratedBackend(Backend):
         masked, in_turn = lowered.program.mask is not None, facts.takes_turns
         sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
         of_heads = {name: job.kernel for name, job in own.items() if job.kernel.waves}
+        owners = (batch, heads, heads, *sizes[3:]) if facts.heads_apart else sizes
         return LaunchSpec(
             family=family,
             facts=facts,
@@ -505,7 +506,7 @@ class GeneratedBackend(Backend):
                 for name, kernel in of_heads.items()
             },
             work_tiles={
-                name: kernel.work_tiles(configs[name], sizes) for name, kernel in of_heads.items()
+                name: kernel.work_tiles(configs[name], owners) for name, kernel in of_heads.items()
             },
             rows=_number_on(device).expand(2, batch, heads, q_len),
             lines=lines_among(lowered, names) if is_backward else NO_LINES,

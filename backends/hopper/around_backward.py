@@ -8,8 +8,12 @@ import triton
 import triton.language as tl
 
 from ..device.library import STATISTICS_PADDING, row_statistics
+from ..device.records import Tensor
 
 _ROWS_OF_BLOCK = tl.constexpr(64)
+_HEADS_AT_ONCE = tl.constexpr(4)
+SUM_BLOCK = 1024
+"""Elements that a program of ``sum_of_heads`` adds up."""
 
 
 @triton.jit
@@ -32,6 +36,48 @@ def prepare_backward(
         stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, heads, q_len,
         DV, ROWS, BLOCK_DV, HAS_DLSE, FAR,
     )  # fmt: skip
+
+
+@triton.jit
+def add_heads(PARTS, out, head, kv_heads, place, kv_len, group, WIDTH: tl.constexpr):
+    """Store elements ``place`` of a kv head in ``out``: sums of those of its query heads."""
+    BLOCK: tl.constexpr = place.shape[0]
+    inside = place < kv_len * WIDTH
+    numbers = tl.arange(0, _HEADS_AT_ONCE)[:, None]
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, group, _HEADS_AT_ONCE):
+        member = first + numbers
+        of_heads = PARTS + (head * group + member).to(tl.int64) * kv_len * WIDTH
+        exist = (member < group) & inside[None, :]
+        total += tl.sum(tl.load(of_heads + place[None, :], mask=exist, other=0.0), 0)
+    own = out.base + (head // kv_heads * out.stride_b + head % kv_heads * out.stride_h) * WIDTH
+    row = (place // WIDTH).to(tl.int64) * out.stride_n
+    tl.store(own + row * WIDTH + place % WIDTH, total.to(out.base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_of_heads(
+    DK, DV_OUT, DK_SUM, DV_SUM, rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,
+    kv_heads, kv_len, group,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """DK_SUM and DV_SUM, their rows ``rows_*`` apart: gradients of keys, of all heads of a kv head.
+
+    DK is (batch, heads, kv_len, D) in fp32, DV_OUT likewise. One program: BLOCK elements of one kv
+    head's DK_SUM or DV_SUM.
+    """
+    blocks_of_dk = tl.cdiv(kv_len * D, BLOCK)
+    blocks = blocks_of_dk + tl.cdiv(kv_len * DV, BLOCK)
+    head = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    numbers = tl.arange(0, BLOCK)
+    if block < blocks_of_dk:
+        out = Tensor(DK_SUM, rows_dkb, rows_dkh, rows_dkn)
+        add_heads(DK, out, head, kv_heads, block * BLOCK + numbers, kv_len, group, D)
+    else:
+        out = Tensor(DV_SUM, rows_dvb, rows_dvh, rows_dvn)
+        place = (block - blocks_of_dk) * BLOCK + numbers
+        add_heads(DV_OUT, out, head, kv_heads, place, kv_len, group, DV)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from ..kernels.arguments import call_numbers
 from ..kernels.bound_calls import allocator, last_arguments, rows_of
 from ..kernels.device import stream_if_current
 from ..kernels.tile_lists import STATISTICS_ROWS
+from .hopper_layout import empty_keys, rows_of_keys, sum_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -101,6 +102,16 @@ class ForwardLaunch:
         return out, lse
 
 
+class _SumOfHeads(NamedTuple):
+    """Launch of the kernel that adds up gradients of keys of each query head."""
+
+    run: Callable[[int, int, Sequence[object]], None]
+    programs: int
+    last: tuple[int, ...]
+    made: tuple[NewTensor, NewTensor]
+    """Memory of the sums of dK and dV."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BackwardLaunch:
     """See :meth:`attndsl.backends.base.Backend.bound_backward`. Equal to itself alone."""
@@ -118,6 +129,8 @@ class BackwardLaunch:
     """Rows of all heads, padded."""
     made: tuple[NewTensor, NewTensor, NewTensor, NewTensor]
     """Memory of row statistics and sums, dK, dV and dQ."""
+    heads: _SumOfHeads | None = None
+    """Sums of dK and dV where these are of each query head."""
 
     def __call__(self, operands: Sequence[torch.Tensor], backward: Backward) -> CallGradients:
         """Launch the backward, what comes before and what makes dQ."""
@@ -128,8 +141,9 @@ class BackwardLaunch:
         out, lse, grad_out, grad_lse, wanted = backward
         memory, dk, dv = new(*self.made[0]), new(*self.made[1]), new(*self.made[2])
         dq = new(*self.made[3]) if wanted.q else None
+        sums = [] if self.heads is None else [new(*made) for made in self.heads.made]
         read = (*operands, out, lse, grad_out, lse if grad_lse is None else grad_lse)
-        written = (memory, dk, dv) if dq is None else (memory, dk, dv, dq)
+        written = (memory, dk, dv, *sums) if dq is None else (memory, dk, dv, *sums, dq)
         launches = partial(self._launches, stream, read, written)
         if own.index is None:
             for run, programs, arguments in launches():
@@ -137,6 +151,8 @@ class BackwardLaunch:
         else:
             key = (self, stream, *[x.data_ptr() for x in read], *[x.data_ptr() for x in written])
             own.graphs.launch(key, stream, launches)
+        if sums:
+            dk, dv = sums
         return CallGradients(dq, dk if wanted.k else None, dv if wanted.v else None)
 
     def _launches(
@@ -147,10 +163,13 @@ class BackwardLaunch:
         Args:
             stream: That of the launch.
             read: The call's tensors, output, log-sum-exp, and the gradients of both.
-            written: Memory of statistics and sums, dK, dV, and dQ if it is wanted.
+            written: Memory of statistics and sums, dK, dV, their sums over heads if these are made,
+                and dQ if it is wanted.
         """
         q, k, v, *captures, out, lse, grad_out, dlse = read
-        memory, dk, dv, *dq = written
+        memory, dk, dv, *others = written
+        totals = 0 if self.heads is None else len(self.heads.made)
+        sums_of_keys, dq = others[:totals], others[totals:]
         own, layout = self.own, self.own.layout
         first, step = memory.data_ptr(), self.rows * FLOAT_BYTES
         shift, rest, delta, sums = first, first + step, first + 2 * step, first + 3 * step
@@ -175,6 +194,9 @@ class BackwardLaunch:
             found.append(
                 (self.dq_of, self.programs[1], [sums, dq[0].data_ptr(), rest, *self.dq_last])
             )
+        if self.heads is not None:
+            pointers = [x.data_ptr() for x in (dk, dv, *sums_of_keys)]
+            found.append((self.heads.run, self.heads.programs, [*pointers, *self.heads.last]))
         return found
 
 
@@ -197,7 +219,8 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch
     launches, orders, (batch, heads, padded) = layout.launches, layout.orders, layout.statistics
     q_len = call.q.shape[2]
     numbers = [
-        *call_numbers(layout.sizes, call), padded, *orders.k.rows, *orders.v.rows,
+        *call_numbers(layout.sizes, call), padded, *rows_of_keys(layout, orders.k),
+        *rows_of_keys(layout, orders.v),
         layout.heads_per_wave["backward_kv"],
     ]  # fmt: skip
     last = last_arguments(layout, call, numbers)
@@ -209,6 +232,13 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch
         return None
     rows, dtype = batch * heads * padded, torch.float32 if wanted.wide else call.q.dtype
     dk, dv, dq = ((x.shape, x.strides, dtype) for x in (orders.k, orders.v, orders.q))
+    of_heads = None
+    if facts.heads_apart:
+        of_heads = _SumOfHeads(launches["sum_of_heads"].run, *sum_arguments(layout), (dk, dv))
+        dk, dv = (
+            (tuple(like.shape), like.stride(), torch.float32)
+            for like in (empty_keys(layout, x.to("meta")) for x in (call.k, call.v))
+        )
     return BackwardLaunch(
         own=own,
         run=launches["backward_kv"].run,
@@ -220,4 +250,5 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch
         programs=(padded // STATISTICS_ROWS * batch * heads, layout.statistics.dq_programs),
         rows=rows,
         made=(((rows * (3 + layout.columns),), (1,), torch.float32), dk, dv, dq),
+        heads=of_heads,
     )

@@ -22,12 +22,18 @@ from ..triton.captures import KINDS
 from .bound_launch import FLOAT_BYTES, Launches, backward_of, forward_of
 from .capture_sums import Statistics, gradients_of_parts
 from .features import BY_FLAG, FEATURES
-from .hopper_layout import HopperLayout, layout_of
+from .hopper_layout import (
+    HopperLayout,
+    empty_keys,
+    layout_of,
+    rows_of_keys,
+    sum_arguments,
+)  # fmt: skip
 from .jvp_launch import launch_with_tangents, readable
 from .kernels import FIXED, KERNELS
 from .launch import RowStatistics, TensorMaps, descriptor_strides
 from .support import most_head_dim, why_not
-from .tile_sizes import has_small_tiles
+from .tile_sizes import has_heads_apart, has_small_tiles
 from .tma_bias import window, with_pair_tiles
 from .tma_copies import room_for
 
@@ -130,6 +136,8 @@ class Hopper:
             facts = with_gradients(facts, wanted)
             narrow = wanted.wide and _is_narrow(call)
             facts = replace(facts, narrow_dq=narrow, takes_turns=call.deterministic)
+            if has_heads_apart(call, facts, lowered.program):
+                facts = replace(facts, heads_apart=True)
         masked = lowered.program.mask is not None
         if has_small_tiles(task, facts, call.q.shape[2], call.k.shape[2], masked):
             facts = replace(facts, small_tiles=True)
@@ -186,11 +194,12 @@ class Hopper:
             _prepare(layout, backward, buffers, stream)
             self._launch_backward(layout, lowered, call, backward, buffers, of_pairs, stream)
             dq = _dq(layout, call, buffers, stream) if wanted.q else None
+            dk, dv = _summed(layout, call, buffers, stream)
         made = buffers.of_features
         gradients = CallGradients(
             dq,
-            buffers.dk if wanted.k else None,
-            buffers.dv if wanted.v else None,
+            dk if wanted.k else None,
+            dv if wanted.v else None,
             checks=buffers.checks_of_results(),
         )
         if wanted.tensors or wanted.params:
@@ -225,7 +234,8 @@ class Hopper:
                 *self._pair_maps(layout, of_pairs),
                 *stores, *self._counter(layout, call.q.device, stream),
                 *call_numbers(layout.sizes, call),
-                buffers.statistics.padded, *orders.k.rows, *orders.v.rows,
+                buffers.statistics.padded, *rows_of_keys(layout, orders.k),
+                *rows_of_keys(layout, orders.v),
                 layout.heads_per_wave[name], *(made[x.name] for x in layout.sums),
                 *capture_arguments(layout.facts, call),
                 *(lists_of(layout, lowered, call, name, stream) if layout.lists else ()),
@@ -314,8 +324,8 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
         delta=first + 2 * rows * FLOAT_BYTES,
         dq_sums=first + 3 * rows * FLOAT_BYTES,
         statistics=statistics,
-        dk=orders.k.empty(k, kind),
-        dv=orders.v.empty(v, kind),
+        dk=empty_keys(layout, k) if layout.facts.heads_apart else orders.k.empty(k, kind),
+        dv=empty_keys(layout, v) if layout.facts.heads_apart else orders.v.empty(v, kind),
         of_features={
             buffer.name: buffer.empty(call, config) for buffer in (*layout.stores, *layout.sums)
         },
@@ -340,8 +350,8 @@ def _prepare(layout: HopperLayout, backward: Backward, buffers: _Buffers, stream
 def _dq(layout: HopperLayout, call: Call, buffers: _Buffers, stream: int) -> torch.Tensor:
     """DQ of its sums."""
     heads, q_len = call.q.shape[1:3]
-    order, narrow = layout.orders.q, layout.facts.narrow_dq
-    kind = call.q.dtype if narrow else buffers.dk.dtype
+    order, facts = layout.orders.q, layout.facts
+    kind = call.q.dtype if facts.narrow_dq or facts.heads_apart else buffers.dk.dtype
     room = given_room(call, order, kind)
     dq = order.empty(call.q, kind) if room is None else room
     rows = [step // order.shape[3] for step in dq.stride()[:3]]
@@ -350,6 +360,19 @@ def _dq(layout: HopperLayout, call: Call, buffers: _Buffers, stream: int) -> tor
         [buffers.dq_sums, dq.data_ptr(), buffers.rest, call.scale, *rows, heads, q_len],
     )  # fmt: skip
     return dq
+
+
+def _summed(
+    layout: HopperLayout, call: Call, buffers: _Buffers, stream: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """DK and DV, of sums of each query head where these are apart."""
+    if not layout.facts.heads_apart:
+        return buffers.dk, buffers.dv
+    dk, dv = layout.orders.k.empty(call.k), layout.orders.v.empty(call.v)
+    programs, arguments = sum_arguments(layout)
+    pointers = [x.data_ptr() for x in (buffers.dk, buffers.dv, dk, dv)]
+    layout.launches["sum_of_heads"].run(programs, stream, [*pointers, *arguments])
+    return dk, dv
 
 
 def _is_narrow(call: Call) -> bool:

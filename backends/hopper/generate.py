@@ -163,7 +163,8 @@ def _flags(spec: ModuleSpec) -> Flags:
         and _is_pairwise(placed.slope),
         "OWN_OUTPUT": spec.is_forward and has_own_output(facts, spec.config),
         "QUERIES": query_slots(facts, spec.config) if spec.task is Task.FORWARD else 1,
-        "FP32_ROWS": facts.wide_gradients,
+        "FP32_ROWS": facts.wide_gradients or facts.heads_apart,
+        "HEADS_APART": facts.heads_apart,
         # Gradients of q, k and v are repaired (:mod:`..triton.nan_repair`), and others are not.
         "SPARES_DEAD": program.bounded
         and bool(facts.tensor_gradients or facts.param_gradients or facts.features),

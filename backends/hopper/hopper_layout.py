@@ -14,6 +14,7 @@ from ..kernels.kernel import Task
 from ..kernels.launch_spec import LaunchSpec
 from ..kernels.tile_order import processors_of
 from ..memory_order import given_room
+from .around_backward import SUM_BLOCK
 from .capture_sums import Learned, learned_in_kernel
 from .descriptor_types import blocks_of, moved_argument
 from .features import FEATURES
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ..base import Call
     from ..kernels.config import Config
     from ..kernels.kernel import Job
+    from ..memory_order import MemoryOrder
     from .features.feature import Buffer, Feature
     from .launch import Launch, View
 
@@ -65,6 +67,29 @@ def statistics_of(call: Call) -> RowStatistics:
     """The rows of a backward of ``call``."""
     batch, heads, q_len, _ = call.q.shape
     return RowStatistics(batch, heads, -(-q_len // PADDING) * PADDING)
+
+
+def rows_of_keys(layout: HopperLayout, order: MemoryOrder) -> tuple[int, int, int]:
+    """Rows from one batch entry, head and key to the next, as a backward stores gradients."""
+    if not layout.facts.heads_apart:
+        return order.rows
+    heads, kv_len = layout.sizes[1], layout.sizes[4]
+    return heads * kv_len, kv_len, 1
+
+
+def empty_keys(layout: HopperLayout, like: torch.Tensor) -> torch.Tensor:
+    """Room for gradients of keys of each query head, fp32 (batch, heads, kv_len, width)."""
+    batch, heads, _, _, kv_len = layout.sizes
+    return like.new_empty((batch, heads, kv_len, like.shape[3]), dtype=torch.float32)
+
+
+def sum_arguments(layout: HopperLayout) -> tuple[int, tuple[int, ...]]:
+    """Number of programs of ``sum_of_heads``, and its arguments but for addresses."""
+    batch, heads, kv_heads, _, kv_len = layout.sizes
+    keys = (layout.orders.k, layout.orders.v)
+    blocks = sum(-(-kv_len * order.shape[3] // SUM_BLOCK) for order in keys)
+    rows = (step for order in keys for step in order.rows)
+    return blocks * batch * kv_heads, (*rows, kv_heads, kv_len, heads // kv_heads)
 
 
 def layout_of(

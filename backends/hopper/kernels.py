@@ -13,7 +13,7 @@ from ..kernels.config import Config
 from ..kernels.cost_model import instructions
 from ..kernels.kernel import FixedKernel, Kernel, Task
 from ..log_sum import FAR
-from .around_backward import dq_from_sums, prepare_backward
+from .around_backward import SUM_BLOCK, dq_from_sums, prepare_backward, sum_of_heads
 from .descriptor_types import arguments_of
 from .features import BY_FLAG
 from .features.tile_skipping import parts_of_lists
@@ -220,6 +220,14 @@ def _width_and_far(job: Job) -> dict[str, int | bool]:
     return {**_width(job), "FAR": far}
 
 
+def _block(job: Job) -> dict[str, int | bool]:
+    return {"BLOCK": SUM_BLOCK}
+
+
+def _has_heads_apart(job: Job) -> bool:
+    return job.facts.heads_apart
+
+
 def _statistics(job: Job, machine: Target) -> tuple[Config, ...]:
     return (_STATISTICS[widest(job.facts)],)
 
@@ -227,4 +235,5 @@ def _statistics(job: Job, machine: Target) -> tuple[Config, ...]:
 FIXED: tuple[FixedKernel, ...] = (
     FixedKernel("prepare_backward", prepare_backward, _width_and_far, _statistics),
     FixedKernel("dq_from_sums", dq_from_sums, _width_and_checks, _statistics),
+    FixedKernel("sum_of_heads", sum_of_heads, _block, _statistics, applies=_has_heads_apart),
 )

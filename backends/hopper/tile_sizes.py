@@ -13,8 +13,10 @@ from ..kernels.kernel import Task
 from .tile_shapes import config_width, widest
 
 if TYPE_CHECKING:
+    from attndsl.ir import Program
     from attndsl.passes.tiles.sparsity import Sparsity
 
+    from ..base import Call
     from ..emit.facts import KernelFacts
 
 _FORWARD = {
@@ -79,6 +81,8 @@ which it has the smaller ones."""
 _MOST_KEYS_OF_SMALL = {64: 3072, 128: 1024}
 """Keys up to which forwards have smaller tiles, by columns: of D64 with a mask, of D128."""
 _MOST_KEYS_OF_SMALL_BACKWARD = 384
+_PROCESSORS = 132
+"""Multiprocessors of an H100 and of an H200."""
 
 
 _SMALL_CELLS = 64
@@ -142,6 +146,20 @@ def has_small_tiles(task: Task, facts: KernelFacts, q_len: int, kv_len: int, mas
     most = _LEFT_OVER if width == 64 else _LEFT_OVER_OF_MIDDLE
     few = width == 64 and masked and kv_len <= _MOST_KEYS_OF_SMALL[64]
     return q_len > _ONE_TILE and (few or large > most * small)
+
+
+def has_heads_apart(call: Call, facts: KernelFacts, program: Program) -> bool:
+    """Return True if a backward's work tiles are too few for a GPU, and heads share keys.
+
+    A work tile then has one query head instead of all that share its keys, and another kernel adds
+    up gradients of keys. Gradients in fp32 and in a fixed order have theirs summed already, and
+    programs with bounds check them.
+    """
+    (batch, heads), (kv_heads, kv_len) = call.q.shape[:2], call.k.shape[1:3]
+    if facts.wide_gradients or facts.wide_out or facts.takes_turns or program.bounded:
+        return False
+    tiles = -(-kv_len // _ONE_TILE) * batch * kv_heads
+    return heads > kv_heads and 2 * tiles <= _PROCESSORS
 
 
 def for_lengths(

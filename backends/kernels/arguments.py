@@ -38,7 +38,7 @@ _LISTS = {
 _EXACT = {"BOUNDS": "*i32", "SCALES": "*fp64"}
 _OUTPUTS = ("OUT", "OUT_MOVED")
 _GRADIENTS = ("DQ", "DK", "DV_OUT")
-_OWN = (*_OUTPUTS, *_GRADIENTS, "SLOPES")
+_OWN = (*_OUTPUTS, *_GRADIENTS, "DK_SUM", "DV_SUM", "SLOPES")
 _OPERANDS = ("Q", "K", "V", "Q_MOVED", "K_MOVED", "V_MOVED", "DOUT", *_OWN)
 
 
@@ -83,6 +83,7 @@ def template_argument(name: str, facts: KernelFacts) -> Argument:
         wide = (facts.wide_out and name in _OUTPUTS) or (
             facts.wide_gradients and name in _GRADIENTS and not (name == "DQ" and facts.narrow_dq)
         )
+        wide = wide or (facts.heads_apart and name in ("DK", "DV_OUT"))
         kind = "fp32" if wide else facts.dtype
         is_aligned = name in _OWN or facts.divisor > 1
         return Argument(name, f"*{kind}", divisor=ADDRESS if is_aligned else 1)

@@ -148,6 +148,10 @@ class Kernel:
         return -(-q_len // config.block_m) * batch * heads
 
 
+def _always(job: Job) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedKernel:
     """A kernel beside a backward's, whose text is the same for all programs."""
@@ -157,6 +161,8 @@ class FixedKernel:
     constants: Callable[[Job], Mapping[str, int | bool]]
     """Constants of the function, besides the one that tells if there is a gradient of lse."""
     configs: Callable[[Job, Target], tuple[Config, ...]]
+    applies: Callable[[Job], bool] = _always
+    """Return True for jobs that need it."""
 
 
 @dataclass(frozen=True, slots=True)

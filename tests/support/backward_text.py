@@ -167,6 +167,9 @@ class Stored:
     """(heads, query tiles) int32: counts how many work tiles have added to sums of dQ; with it they
     take turns."""
 
+    apart: bool = False
+    """Whether each query head has work tiles of its own; their sums are dK and dV."""
+
     def features(self) -> tuple[str, ...]:
         """Flags of the plan of gradients."""
         flags = {"STORES_DS": self.slopes, "ADDS_DIAGONALS": self.distances}
@@ -205,6 +208,7 @@ def run_backward(
         lowered, example_call(lowered, 64, 64, dtype, {}), pair_tiles=tiles,
         features=stored.features(),
         wide_gradients=stored.kind is torch.float32, takes_turns=stored.turns is not None,
+        heads_apart=stored.apart,
     )  # fmt: skip
     if run.wide:
         facts = replace(facts, head_dim=256, value_dim=256)
@@ -212,24 +216,29 @@ def run_backward(
     lse2, delta = statistics(name, tensors)
     padded = lse2.shape[1]
     sums = torch.zeros(batch * heads * padded * WIDTH)
-    dk, dv = (torch.full((x.numel(),), float("nan"), dtype=stored.kind) for x in (k, v))
+    owners = heads if stored.apart else kv_heads
+    kind = torch.float32 if stored.apart else stored.kind
+    size = batch * owners * kv_len * WIDTH
+    dk, dv = (torch.full((size,), float("nan"), dtype=kind) for _ in (k, v))
     arguments = {
         "q_desc": Descriptor(q, ROWS), "do_desc": Descriptor(do, ROWS),
         "k_desc": Descriptor(k, config.block_n), "v_desc": Descriptor(v, config.block_n),
         "lse_desc": Vector(lse2.flatten(), ROWS), "delta_desc": Vector(delta.flatten(), ROWS),
         "LSE_SHIFT": Pointer(torch.zeros(lse2.numel())), "SUMS": Pointer(sums),
         "DK": Pointer(dk), "DV_OUT": Pointer(dv), "scale": WIDTH**-0.5,
-        **sizes_of(q, k, run), "padded": number(padded), **steps_of_rows(kv_heads, kv_len),
+        **sizes_of(q, k, run), "padded": number(padded), **steps_of_rows(owners, kv_len),
         **of_pairs, **stored.arguments(config), "seed": SEED,
     }  # fmt: skip
-    items = -(-kv_len // config.block_n) * batch * kv_heads
+    items = -(-kv_len // config.block_n) * batch * owners
     text = kernel.text(flags=run.flags)
     launch(text, kernel, items, arguments, tile_sizes(config, WIDTH, WIDTH), run)
     # Blocks of 64 rows: the half of each warpgroup behind the other.
     dq = sums.view(batch, heads, padded // ROWS, 2, ROWS, WIDTH // 2).transpose(3, 4)
     dq = dq.reshape(batch, heads, padded, WIDTH)[:, :, :q_len] * WIDTH**-0.5
-    dk = dk.view(batch, kv_len, kv_heads, -1).transpose(1, 2)
-    return [dq, dk.float(), dv.view(v.shape).float()]
+    dk, dv = dk.view(batch, kv_len, owners, -1).transpose(1, 2), dv.view(batch, owners, kv_len, -1)
+    if stored.apart:
+        dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+    return [dq, dk.float(), dv.float()]
 
 
 def statistics(name: str, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

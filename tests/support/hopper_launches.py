@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 OTHERS = {
     "forward": 10, "forward_tangent": 11, "backward_kv": 20, "prepare_backward": 16,
-    "dq_from_sums": 8,
+    "dq_from_sums": 8, "sum_of_heads": 13,
 }  # fmt: skip
 """How many run-time arguments kernels have besides descriptors."""
 SCRATCH = dict.fromkeys(

@@ -186,10 +186,11 @@ def consume_work(
     """
     sizes, given = call.sizes, call.given
     if PERSISTENT:
-        _, tile, b, hkv = key_item(memory.items)
+        _, tile, b, own_head = key_item(memory.items)
         release_item(memory.items)
     else:
-        tile, b, hkv = place_of_work(work_tile, call)
+        tile, b, own_head = place_of_work(work_tile, call)
+    hkv, first_head, members = heads_of_work(own_head, sizes)
     shift = shift_of(call.origins, Q_KIND, KV_KIND)
     own = tile * BLOCK_N + PART * KEYS
     numbers, places = keys_of_tile(own, KEYS, sizes, call.origins)
@@ -202,11 +203,10 @@ def consume_work(
     slot = slot_of(work_index, 1)
     consumer_wait(memory.k, slot)
     consumer_wait(memory.v, slot)
-    group = sizes.heads // sizes.kv_heads
     tile_index = tiles_before
     before = 0.0
-    for member in range(0, group):
-        head = Head(b, hkv * group + member, hkv)
+    for member in range(0, members):
+        head = Head(b, first_head + member, hkv)
         scope = Scope(head, sizes, given)
         visits, masked = count_tiles(tile, shift, scope)
         work = Work(tile, scope, visits, None, None, call.origins, shift)
@@ -260,11 +260,11 @@ def consume_work(
         tma_wait(0)
     out = results.keys
     dk_out = Tensor(out.dk, out.dk_b, out.dk_h, out.dk_n)
-    store_rows(0, dk_out, rows_to_store(dk * call.scale), own, b, hkv, call, HEAD_DIM)
+    store_rows(0, dk_out, rows_to_store(dk * call.scale), own, b, own_head, call, HEAD_DIM)
     if HAS_COMMON:
         dv = dv * factor_of_weights(Scope(Head(b, 0, hkv), sizes, given))
     dv_out = Tensor(out.dv, out.dv_b, out.dv_h, out.dv_n)
-    store_rows(1, dv_out, rows_to_store(dv), own, b, hkv, call, VALUE_DIM)
+    store_rows(1, dv_out, rows_to_store(dv), own, b, own_head, call, VALUE_DIM)
     return tile_index
 
 

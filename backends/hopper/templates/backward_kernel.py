@@ -27,7 +27,7 @@ def produce(memory, call):
     work_tile = gl.program_id(0)
     if PERSISTENT:
         sizes = call.sizes
-        work_tiles = tl.cdiv(sizes.kv_len, BLOCK_N) * sizes.batch * sizes.kv_heads
+        work_tiles = number_of_work_tiles(sizes)
         work_index, tiles_before = 0, 0
         if TAKES_TURNS:
             clear_turns(memory.turns)
@@ -60,7 +60,7 @@ def consume(PART: gl.constexpr, results, memory, call):
     """Part ``PART`` of the gradients of all work tiles of the program."""
     if PERSISTENT:
         sizes = call.sizes
-        work_tiles = tl.cdiv(sizes.kv_len, BLOCK_N) * sizes.batch * sizes.kv_heads
+        work_tiles = number_of_work_tiles(sizes)
         work_index, tiles_before = 0, 0
         items = memory.items
         await_item(items, work_index)
@@ -158,7 +158,8 @@ def attention_backward_kv(
     int32: work tiles taken after each program's first; 0 before a launch, and after.
     Descriptors are of (batch, heads, length, head dim), dQ in fp32 and before the scale; those of
     the row statistics are of (batch * heads * padded,), see ``statistics_rows``. DK is (batch,
-    kv_heads, kv_len, HEAD_DIM), its rows ``rows_dk*`` apart, and DV_OUT likewise. Where a factor or
+    kv_heads, kv_len, HEAD_DIM), its rows ``rows_dk*`` apart, and DV_OUT likewise: HEADS_APART of
+    heads in place of kv heads, each with a work tile of its own. Where a factor or
     columns of the score have gradients: FACTOR_SUMS (batch, heads, tiles, 2) and COLUMN_SUMS
     (batch, heads, kv_len), fp32. Where work tiles take turns: TURNS (batch, heads, query tiles),
     int32, 0 before a launch. Where results are checked: CHECKS (2, batch, kv_heads, kv_len), fp32,

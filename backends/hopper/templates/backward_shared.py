@@ -60,13 +60,31 @@ BIAS_KEYS = tl.constexpr(BLOCK_N // BIAS_PARTS)
 
 @gluon.jit
 def place_of_work(work_tile, call):
-    """Key-value tile, batch entry and kv head."""
+    """Key-value tile, batch entry, and the head that it is of: a kv head, or HEADS_APART a head."""
     sizes = call.sizes
+    heads = sizes.heads if HEADS_APART else sizes.kv_heads
     tile, head_of_batch = place_of_item(
-        work_tile, tl.cdiv(sizes.kv_len, BLOCK_N), sizes.batch * sizes.kv_heads, call.together,
-        True, KV_PASS_DESCENDING,
+        work_tile, tl.cdiv(sizes.kv_len, BLOCK_N), sizes.batch * heads, call.together, True,
+        KV_PASS_DESCENDING,
     )
-    return tile, head_of_batch // sizes.kv_heads, head_of_batch % sizes.kv_heads
+    return tile, head_of_batch // heads, head_of_batch % heads
+
+
+@gluon.jit
+def number_of_work_tiles(sizes):
+    """Work tiles of a call: of each kv head, or HEADS_APART of each head."""
+    heads = sizes.heads if HEADS_APART else sizes.kv_heads
+    return tl.cdiv(sizes.kv_len, BLOCK_N) * sizes.batch * heads
+
+
+@gluon.jit
+def heads_of_work(own_head, sizes):
+    """The kv head of a work tile of ``own_head``, its first query head, and their number."""
+    group = sizes.heads // sizes.kv_heads
+    hkv, first, number = own_head, own_head * group, group
+    if HEADS_APART:
+        hkv, first, number = own_head // group, own_head, 1
+    return hkv, first, number
 
 
 @gluon.jit
@@ -136,19 +154,19 @@ def load_work(work_tile, work_index, tiles_before, memory, call):
     work tile.
     """
     sizes, given = call.sizes, call.given
-    tile, b, hkv = place_of_work(work_tile, call)
+    tile, b, own_head = place_of_work(work_tile, call)
+    hkv, first_head, members = heads_of_work(own_head, sizes)
     shift = shift_of(call.origins, Q_KIND, KV_KIND)
     if PERSISTENT:
         acquire_item(memory.items, work_index)
-        announce_item(KeyItem(work_tile, tile, b, hkv), memory.items)
+        announce_item(KeyItem(work_tile, tile, b, own_head), memory.items)
     else:
         load_keys(work_index, tile, b, hkv, memory.k, memory.v)
-    group = sizes.heads // sizes.kv_heads
     tile_index = tiles_before
     if ADDS_DIAGONALS:
         sums_before = given.DISTANCE_SUMS
-    for member in range(0, group):
-        head = Head(b, hkv * group + member, hkv)
+    for member in range(0, members):
+        head = Head(b, first_head + member, hkv)
         scope = Scope(head, sizes, given)
         visits, masked = count_tiles(tile, shift, scope)
         work = Work(tile, scope, visits, None, None, call.origins, shift)

@@ -124,7 +124,8 @@ def consume_work(
     OWN_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN_WIDTH, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OWN_ROWS, 2)
     sizes, given = call.sizes, call.given
-    tile, b, hkv = place_of_work(work_tile, call)
+    tile, b, own_head = place_of_work(work_tile, call)
+    hkv, first_head, members = heads_of_work(own_head, sizes)
     shift = shift_of(call.origins, Q_KIND, KV_KIND)
     own = tile * BLOCK_N
     numbers, places = keys_of_tile(own, BLOCK_N, sizes, call.origins)
@@ -134,10 +135,9 @@ def consume_work(
     total = gl.zeros([BLOCK_N, OWN_WIDTH], gl.float32, layout=OWN_ROWS)
     consumer_wait(memory.k, slot_of(work_index, 1))
     consumer_wait(memory.v, slot_of(work_index, 1))
-    group = sizes.heads // sizes.kv_heads
     tile_index = tiles_before
-    for member in range(0, group):
-        scope = Scope(Head(b, hkv * group + member, hkv), sizes, given)
+    for member in range(0, members):
+        scope = Scope(Head(b, first_head + member, hkv), sizes, given)
         visits, masked = count_tiles(tile, shift, scope)
         work = Work(tile, scope, visits, None, None, call.origins, shift)
         keys = keys_of_head(own, numbers, places, kv, origin, ragged, call.scale, work)
@@ -157,12 +157,12 @@ def consume_work(
             total = total * factor_of_weights(Scope(Head(b, 0, hkv), sizes, given))
         rows = rows_to_store(total, v_tile)
         dv_out = Tensor(out.dv, out.dv_b, out.dv_h, out.dv_n)
-        store_rows(1, dv_out, rows, own, b, hkv, call, VALUE_DIM)
+        store_rows(1, dv_out, rows, own, b, own_head, call, VALUE_DIM)
     else:
         k_tile = memory.k.data.index(0).reshape([BLOCK_N, D])
         rows = rows_to_store(total * call.scale, k_tile)
         dk_out = Tensor(out.dk, out.dk_b, out.dk_h, out.dk_n)
-        store_rows(0, dk_out, rows, own, b, hkv, call, HEAD_DIM)
+        store_rows(0, dk_out, rows, own, b, own_head, call, HEAD_DIM)
     return tile_index
 
 

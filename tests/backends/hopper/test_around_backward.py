@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attndsl.backends.hopper.around_backward import dq_from_sums
+from attndsl.backends.hopper.around_backward import SUM_BLOCK, dq_from_sums, sum_of_heads
 
 
 def place(head: int, row: int, column: int, padded: int, width: int) -> int:
@@ -50,3 +50,21 @@ def test_sums_that_are_not_finite_are_told(device):
     dq, checks = torch.empty(2 * 128 * 64, device=device), torch.ones(8, device=device)
     dq_from_sums[(8,)](sums, dq, checks, 1.0, 0, 128, 1, 2, 128, 64, 64, True)
     assert checks.isnan().tolist() == [False] * 3 + [True] + [False] * 4
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize(("kv_len", "width"), [(1, 40), (70, 64), (33, 80)])
+def test_sums_of_heads(device, kv_len, width, group, by_rows):
+    """In a memory order of heads, or of rows of all heads."""
+    batch, kv_heads = 2, 3
+    widths = (width, 24)
+    parts = [torch.randn(batch, kv_heads * group, kv_len, n, device=device) for n in widths]
+    out = [torch.full((batch, kv_heads, kv_len, n), float("nan"), device=device) for n in widths]
+    if by_rows:
+        out = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in out]
+    rows = [step // x.shape[3] for x in out for step in x.stride()[:3]]
+    programs = sum(-(-kv_len * n // SUM_BLOCK) for n in widths) * batch * kv_heads
+    sum_of_heads[(programs,)](*parts, *out, *rows, kv_heads, kv_len, group, *widths, SUM_BLOCK)
+    for found, of_heads in zip(out, parts, strict=True):
+        torch.testing.assert_close(found, of_heads.unflatten(1, (kv_heads, group)).sum(2))

@@ -147,3 +147,17 @@ def test_the_machine_notices_tiles_of_pairs(name, form):
         return differ(run_backward("bias", tensors, config, run), usual, 1e-2)
 
     assert is_noticed(differs, 6)
+
+
+@pytest.mark.parametrize(("wide", "persistent"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("name", ["full", "causal", "window", "cap", "alibi", "sigmoid", "bias"])
+def test_heads_apart_sum_to_what_heads_together_do(name, wide, persistent):
+    """Work tiles of one query head each, whose gradients of keys are summed over heads."""
+    tensors = inputs_of(70, 37, 1)
+    usual = run_backward(name, tensors, CONFIG, Run(1, wide=wide))
+    config, run = CONFIG, Run(1, 3, wide=wide)
+    if persistent:
+        config, run = PERSISTENT, Run(2, 3)
+    found = run_backward(name, tensors, config, run, Stored(apart=True))
+    for one, other in zip(found, usual, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)

@@ -54,7 +54,8 @@ def test_launches_are_those_of_tritons_wrapper(functions, monkeypatch):
     monkeypatch.setattr(launch_module, "why_wrapped", lambda kernel: "this test says so")
     with pytest.warns(LaunchWarning, match="Triton's own Python.*: this test says so"):
         both_directions(backend_of(monkeypatch), call_of(q, k, v), grad_out)
-    assert len(direct) == len(functions.launched) == 4
+    # A forward, a backward with what is before and behind it, and sums of dK and dV over heads.
+    assert len(direct) == len(functions.launched) == 5
     known = {x.data_ptr() for x in (q, k, v, grad_out)}
     found, wanted = (without_addresses(each, known) for each in (direct, functions.launched))
     assert found == wanted
@@ -75,11 +76,13 @@ def test_results_lie_as_their_inputs(functions, monkeypatch):
     found = backend.backward(LOWERED, call, Backward(out, lse, grad_out, None, WANTS))
     strides = [x.stride() for x in (found.q, found.k, found.v)]
     assert strides == [x.stride() for x in (q, k, v)]
-    kernel, dq = functions.launched[-2:]
+    kernel, dq, sums = functions.launched[-3:]
     assert [each[7] for each in _maps(kernel) if each[1] == grad_out.data_ptr()] == [q.stride()]
-    # Rows from one batch entry, head or key to the next, of dK and of dV, then of dQ.
-    assert str((100, 50, 1, 100, 1, 2))[1:-1] in str(plain(kernel))
+    # Rows from one batch entry, head or key to the next: of each head's dK and dV, of dQ, then of
+    # the sums over heads.
+    assert str((200, 50, 1, 200, 50, 1))[1:-1] in str(plain(kernel))
     assert str((160, 1, 4))[1:-1] in str(plain(dq))
+    assert str((100, 50, 1, 100, 1, 2))[1:-1] in str(plain(sums))
 
 
 def test_maps_are_made_once(functions, monkeypatch):
