@@ -47,7 +47,10 @@ class FamilyEntry(NamedTuple):
 
 
 FAMILIES = (
-    FamilyEntry("short", "attndsl.backends.triton.short_family:Short", beside="hopper"),
+    FamilyEntry(
+        "short", "attndsl.backends.triton.short_family:Short", beside="hopper",
+        options={"beside_others": True},
+    ),
     FamilyEntry(
         "decode", "attndsl.backends.triton.decode_family:Decode", beside="hopper",
         options={"beside_others": True}, pages="attndsl.backends.triton.serve_launch:Serve",

@@ -49,5 +49,5 @@ class LaunchSpec:
     """Terms that the kernels of a backward add up along rows and columns."""
     grad_strides: tuple[int, ...] = ()
     """Batch, head and row strides of the output's gradient, in a backward."""
-    part_rows: int = 0
-    """Rows that a program takes, where the rows of a head are parted so."""
+    part_tiles: int = 0
+    """Query tiles that a program takes, where those that share keys are parted so."""

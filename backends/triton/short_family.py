@@ -40,6 +40,12 @@ if TYPE_CHECKING:
 _PROGRAMS = 4
 """Forward programs for each processor. Heads are parted until there are so many; more parts would
 read the same keys more often."""
+_MOST_ROWS_OF_FEW = 256
+"""The same where key heads are so few that most processors wait, and query heads would be more.
+Hopper's backward then has work tiles of one query head each: see M76 in docs/dev/measured.md."""
+_MOST_KEYS_OF_MANY = 96
+"""The most keys of heads that all processors are busy with. Programs that hold more have so many
+registers that Hopper's three kernels are faster: see M76."""
 _MOST_HEADS = 65535
 """CUDA's limit for the second number of a program."""
 _MOST_ROWS = 1024
@@ -55,6 +61,10 @@ class Short(Portable):
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = ()
 
+    def __init__(self, beside_others: bool = False) -> None:
+        """Make it; ``beside_others`` leaves calls of few key heads to the families behind it."""
+        self._beside_others = beside_others
+
     def why_not(
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
         wanted: Wants | None,
@@ -69,8 +79,16 @@ class Short(Portable):
             return None
         if wanted is not None and (wanted.tensors or wanted.params):
             return "the short backward kernel does not compute gradients of captures"
-        if call.q.shape[2] * call.q.shape[1] // call.k.shape[1] > _MOST_ROWS:
+        (batch, heads, q_len, _), kv_heads = call.q.shape, call.k.shape[1]
+        rows = q_len * heads // kv_heads
+        if rows > _MOST_ROWS:
             return f"the short backward kernel supports up to {_MOST_ROWS} query rows per key head"
+        programs, processors = batch * kv_heads, processors_of(call.q.device)
+        if self._beside_others and rows > _MOST_ROWS_OF_FEW:
+            if heads > kv_heads and 2 * programs <= processors:
+                return f"{programs} key heads are too few programs for {rows} query rows each"
+        if self._beside_others and call.k.shape[2] > _MOST_KEYS_OF_MANY and programs > processors:
+            return f"it is slower for more than {_MOST_KEYS_OF_MANY} keys of {programs} heads"
         return None
 
     def most_keys(self, task: Task, head_dim: int) -> int | None:
@@ -96,13 +114,12 @@ class Short(Portable):
         call: Call,
         more: Mapping[str, torch.Tensor],
     ) -> LaunchSpec:
-        """``layout`` with the rows that a forward program takes."""
+        """``layout`` with the query tiles that a forward program takes."""
         (kernel,) = layout.executables.values()
-        batch, heads, q_len, _ = call.q.shape
-        tiles = -(-q_len // kernel.config.block_m)
-        most = _PROGRAMS * processors_of(call.q.device) // (batch * heads)
-        rows = -(-tiles // max(1, min(tiles, most))) * kernel.config.block_m
-        return replace(layout, part_rows=rows)
+        (batch, heads, q_len, _), kv_heads = call.q.shape, call.k.shape[1]
+        tiles = heads // kv_heads * -(-q_len // kernel.config.block_m)
+        most = _PROGRAMS * processors_of(call.q.device) // (batch * kv_heads)
+        return replace(layout, part_tiles=-(-tiles // max(1, min(tiles, most))))
 
     def forward(
         self, layout: LaunchSpec, lowered: Lowered, call: Call

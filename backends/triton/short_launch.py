@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def forward_numbers(layout: LaunchSpec, call: Call, steps: Sequence[int]) -> list[object]:
     """Behind the tensors, before what the program adds. ``steps`` are the output's strides."""
-    return [*layout.strides, *steps[:3], *call_numbers(layout.sizes, call), layout.part_rows]
+    return [*layout.strides, *steps[:3], *call_numbers(layout.sizes, call), layout.part_tiles]
 
 
 def backward_numbers(
@@ -42,9 +42,11 @@ def backward_numbers(
 
 
 def forward_grid(layout: LaunchSpec) -> tuple[int, int, int]:
-    """Programs of a forward: batch entries, heads, parts of a head's rows."""
-    batch, heads, _, q_len, _ = layout.sizes
-    return batch, heads, -(-q_len // layout.part_rows)
+    """Programs of a forward: batch entries, kv heads, parts of the query tiles of each."""
+    batch, heads, kv_heads, q_len, _ = layout.sizes
+    (kernel,) = layout.executables.values()
+    tiles = heads // kv_heads * -(-q_len // kernel.config.block_m)
+    return batch, kv_heads, -(-tiles // layout.part_tiles)
 
 
 def forward_of(

@@ -1,5 +1,7 @@
 """Forward where all keys of a head fit: a program loads them once for several query tiles.
 
+These are of all query heads that share the keys, one head after the other.
+
 The number of rows of a tile is a power of two, so keys are one to three pieces: 197 keys take
 128 + 64 + 16.
 Follows ``softmax.py`` in one module.
@@ -35,25 +37,26 @@ def attention_short_forward(
     Q, K, V, OUT, LSE,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_ob, stride_oh, stride_om,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, part_rows,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, part_tiles,
     #: given
 ):
-    """One program: ``part_rows`` rows of a head. LSE (2, batch, heads, q_len) is contiguous."""
+    """One program: ``part_tiles`` query tiles of the heads that share keys.
+
+    LSE (2, batch, heads, q_len) is contiguous.
+    """
     sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
     given = Given(
         #: given
     )
     # Numbers by three dims spare short programs divisions.
     b = tl.program_id(0)
-    h = tl.program_id(1)
-    start = tl.program_id(2) * part_rows
-    head = Head(b, h, h // (heads // kv_heads))
-    scope = Scope(head, sizes, given)
-    q_rows = rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), head.b, head.h)
-    out = rows_of(Tensor(OUT, stride_ob, stride_oh, stride_om), head.b, head.h)
+    hkv = tl.program_id(1)
+    start = tl.program_id(2) * part_tiles
+    group = heads // kv_heads
+    tiles_of_head = tl.cdiv(q_len, BLOCK_M)
     keys = Keys(
-        rows_of(Tensor(K, stride_kb, stride_kh, stride_kn), head.b, head.hkv),
-        rows_of(Tensor(V, stride_vb, stride_vh, stride_vn), head.b, head.hkv),
+        rows_of(Tensor(K, stride_kb, stride_kh, stride_kn), b, hkv),
+        rows_of(Tensor(V, stride_vb, stride_vh, stride_vn), b, hkv),
         kv_origin,
     )
     piece = piece_of(keys, sizes, 0, KEYS_0)
@@ -66,8 +69,12 @@ def attention_short_forward(
         factor = LOG2E
     else:
         factor = scale * LOG2E
-    for tile in tl.range(0, tl.cdiv(tl.minimum(part_rows, q_len - start), BLOCK_M)):
-        first = start + tile * BLOCK_M
+    h = hkv * group + start // tiles_of_head
+    first = start % tiles_of_head * BLOCK_M
+    for _ in tl.range(0, tl.minimum(part_tiles, group * tiles_of_head - start)):
+        scope = Scope(Head(b, h, hkv), sizes, given)
+        q_rows = rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), b, h)
+        out = rows_of(Tensor(OUT, stride_ob, stride_oh, stride_om), b, h)
         rows = first + tl.arange(0, BLOCK_M)
         q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
         q_tile = load_tile(q_rows, first, q_len, D, BLOCK_M, BLOCK_D, True)
@@ -85,3 +92,6 @@ def attention_short_forward(
         store_tile(out, first, q_len, out_tile, DV, BLOCK_M, BLOCK_DV)
         line = (b * heads + h).to(tl.int64) * q_len + rows
         store_log_sum(LSE, line, lse, sizes, rows < q_len)
+        first += BLOCK_M
+        h = tl.where(first >= q_len, h + 1, h)
+        first = tl.where(first >= q_len, 0, first)

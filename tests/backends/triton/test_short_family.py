@@ -17,6 +17,7 @@ from attndsl.backends.engine.kernel_listing import source_of
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.target import machine_of
+from attndsl.backends.triton import short_family
 from attndsl.backends.triton.family import Portable
 from attndsl.backends.triton.short_family import Short
 from attndsl.backends.triton.short_kernels import BACKWARDS, FORWARDS
@@ -79,6 +80,36 @@ def test_lengths(device, lengths, ran):
     sizes = Sizes(batch=1, heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len)
     check("causal", sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
     assert set(ran) == {Task.FORWARD, Task.BACKWARD}
+
+
+def test_programs_take_tiles_of_several_heads(device, ran):
+    """Five heads of two tiles each: programs begin within a head, and end within another."""
+    sizes = Sizes(batch=1, heads=5, kv_heads=1, q_len=70, kv_len=40)
+    check("alibi", sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
+    assert Task.FORWARD in ran
+
+
+def test_other_families_have_backwards_that_keep_processors_busier(monkeypatch):
+    lowered = attndsl.compile("score").lowered
+    monkeypatch.setattr(short_family, "processors_of", lambda device: 132)
+
+    def reason(beside, batch, heads, kv_heads, q_len, kv_len):
+        def rows(number, length):
+            return torch.empty(batch, number, length, 64, dtype=torch.bfloat16, device="meta")
+
+        q, k = rows(heads, q_len), rows(kv_heads, kv_len)
+        call = example_call(lowered, 64, 64, torch.bfloat16, {})._replace(q=q, k=k, v=k)
+        return Short(beside).why_not(lowered, call, Task.BACKWARD, None, Wants())
+
+    assert "few programs for 744 query rows" in reason(True, 1, 64, 8, 93, 93)
+    assert reason(True, 1, 64, 64, 93, 93) is None
+    assert reason(True, 1, 64, 8, 32, 93) is None
+    assert reason(True, 9, 64, 8, 93, 93) is None
+    assert "more than 96 keys of 384 heads" in reason(True, 32, 12, 12, 128, 128)
+    assert reason(True, 2, 12, 12, 128, 128) is None
+    assert reason(True, 32, 12, 12, 128, 96) is None
+    for sizes in ((1, 64, 8, 93, 93), (32, 12, 12, 128, 128)):
+        assert reason(False, *sizes) is None
 
 
 def test_forwards_hold_three_pieces(device, ran):
