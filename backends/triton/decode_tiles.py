@@ -44,17 +44,22 @@ LEAST_PARTS, MOST_PARTS = 16, 128
 """Parts of one unit, if it has so many tiles. More than the first only where there are few units:
 they take longer to merge, and write more."""
 _WIDE_PARTS = 8
-"""Least parts of tiles with more than :data:`_WIDE_ROWS` rows, whose parts are large: see M48."""
+"""Least parts of tiles whose parts have more than :data:`_FEW_SUMS` sums: see M48 and M76."""
+_FEW_SUMS = 2048
 PARTS_OF_GROUP = 8
 """Parts that are merged with each other before others. A program with several parts has whole
 groups, and leaves in memory what a group has: storing each part would cost B16 x 10k 5%."""
 _EVEN_PARTS = 2 * PARTS_OF_GROUP
 """Numbers of parts that several programs can share evenly are multiples of this."""
-TILES_OF_PART = 1
-"""Least tiles that a program takes. Where keys are few each more takes 0.8 us (1,024 keys: 7.9, 8.7
-and 10.9 us with 1, 2 and 4 on an H100, D128), and where they are many it changes nothing."""
+_TILES_OF_PART = ((2048, 1), (4096, 2))
+_TILES_OF_LARGE_PART = 8
+"""Least tiles of keys of a part, by the sums that it has at most. Where keys are few, one tile more
+takes 0.8 us (1,024 keys: 7.9, 8.7 and 10.9 us with 1, 2 and 4 on an H100, D128, 16 rows), but parts
+of many sums take longer to merge: see M76 in docs/dev/measured.md."""
 MANY_TILES = 4
 """Least tiles that a program takes where a unit has more parts than :data:`LEAST_PARTS`."""
+_ROWS_OF_SEVERAL = 32
+"""Rows of the largest tiles whose programs may have several parts."""
 _MOST_SUMS = 4096
 """Sums of a part beyond which a program has one part: those of the parts before take as many
 registers."""
@@ -172,6 +177,8 @@ class Sharing(NamedTuple):
     least: int
     """Parts of one unit, if it has so many tiles, and of those that are merged at once: their loads
     wait for memory together."""
+    tiles: int = 1
+    """Least tiles of a part."""
     several: bool = False
     """True if a program may have several parts. Parts of more rows would be stored through shared
     memory that tiles of keys need."""
@@ -200,11 +207,14 @@ class Sharing(NamedTuple):
 
 def sharing_of(shape: DecodeShape, program: Program, facts: KernelFacts) -> Sharing:
     """Numbers of programs and parts by which a kernel's programs share keys."""
+    sums = shape.rows * block_widths(facts)[1]
+    tiles = next((number for most, number in _TILES_OF_PART if sums <= most), _TILES_OF_LARGE_PART)
     if shape.rows > _WIDE_ROWS:
-        return Sharing(PROGRAMS, _WIDE_PARTS)
+        return Sharing(PROGRAMS, _WIDE_PARTS, tiles)
     narrow = facts.pages is not None and _is_narrow(shape, program, facts)
-    several = shape.rows == LEAST_ROWS and shape.rows * block_widths(facts)[1] <= _MOST_SUMS
-    return Sharing(_NARROW_PROGRAMS if narrow else _PROGRAMS_TWICE, LEAST_PARTS, several)
+    several = shape.rows <= _ROWS_OF_SEVERAL and sums <= _MOST_SUMS
+    least = LEAST_PARTS if sums <= _FEW_SUMS else _WIDE_PARTS
+    return Sharing(_NARROW_PROGRAMS if narrow else _PROGRAMS_TWICE, least, tiles, several)
 
 
 def most_parts(kv_len: int, units: int, config: Config, sharing: Sharing) -> int:
@@ -219,7 +229,7 @@ def most_parts(kv_len: int, units: int, config: Config, sharing: Sharing) -> int
     tiles = -(-kv_len // config.block_n)
     most = min(sharing.programs // units, tiles // MANY_TILES, MOST_PARTS)
     most = max(sharing.least, most // sharing.even * sharing.even)
-    return max(1, min(most, -(-tiles // TILES_OF_PART)))
+    return max(1, min(most, -(-tiles // sharing.tiles)))
 
 
 def folds_groups(shape: DecodeShape, width: int, warps: int) -> bool:
