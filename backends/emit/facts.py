@@ -176,6 +176,10 @@ class KernelFacts:
     """True if a Hopper backward adds to dQ in a fixed order (``features/ordered_dq.py``)."""
     small_tiles: bool = False
     """True if smaller tiles of a Hopper kernel are faster for the call's lengths."""
+    few_tiles: bool = False
+    """True if a call has so few tiles that listing the live ones takes longer than it saves."""
+    few_rows: bool = False
+    """True if a forward's rows of a head fit one consumer's tile (``tile_sizes.has_few_rows``)."""
     heads_apart: bool = False
     """True if each query head has work tiles of its own in a Hopper backward, whose gradients of
     keys are summed over heads later (``tile_sizes.has_heads_apart``)."""
@@ -329,9 +333,9 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     """``facts`` for kernels that find tiles, of which one module serves all kernels of a call."""
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
-        pair_tiles=(), features=(), takes_turns=False, small_tiles=False, heads_apart=False,
-        wide_out=False,
-        wide_gradients=False, narrow_dq=False, packed_heads=False,
+        pair_tiles=(), features=(), takes_turns=False, small_tiles=False, few_rows=False,
+        heads_apart=False, wide_out=False,
+        wide_gradients=False, narrow_dq=False, few_tiles=False, packed_heads=False,
         joined_parts=False, pages=None,
     )  # fmt: skip
 

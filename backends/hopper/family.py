@@ -33,7 +33,7 @@ from .jvp_launch import launch_with_tangents, readable
 from .kernels import FIXED, KERNELS
 from .launch import RowStatistics, TensorMaps, descriptor_strides
 from .support import most_head_dim, why_not
-from .tile_sizes import has_heads_apart, has_small_tiles
+from .tile_sizes import has_few_rows, has_few_tiles, has_heads_apart, has_small_tiles
 from .tma_bias import window, with_pair_tiles
 from .tma_copies import room_for
 
@@ -141,6 +141,10 @@ class Hopper:
         masked = lowered.program.mask is not None
         if has_small_tiles(task, facts, call.q.shape[2], call.k.shape[2], masked):
             facts = replace(facts, small_tiles=True)
+        if has_few_tiles(call, lowered.sparsity):
+            facts = replace(facts, few_tiles=True)
+        if has_few_rows(task, facts, call):
+            facts = replace(facts, few_rows=True)
         (kernel,) = kernels_of(self, task)
         return (Job(kernel, lowered, with_pair_tiles(facts, lowered, call, task)),)
 

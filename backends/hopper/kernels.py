@@ -26,6 +26,8 @@ from .tile_sizes import (
     for_lengths,
     looks_up_many_keys,
     with_few_keys,
+    with_few_rows,
+    with_short_loops,
     with_small_cells,
 )
 from .tma_bias import fitting
@@ -51,6 +53,10 @@ docs/dev/measured.md."""
 _FEW_TILES = 16
 """Tiles of 128 keys that work tiles of 128 rows visit at most where these are faster than those of
 192: see M47 in docs/dev/measured.md."""
+
+_SHORTEST = 6
+"""Tiles of 128 keys that short loops of D64 visit at most where three programs a multiprocessor are
+faster: see M76 in docs/dev/measured.md."""
 
 _MOST_WORK_BESIDE_PARAMS = 30
 """Instructions a pair of a score that reads run-time params, beyond which forwards of D128 spill
@@ -84,10 +90,12 @@ def _configs(job: Job, machine: Target) -> tuple[Config, ...]:
     found = candidates(task, config_width(task, facts), plain, work, column, dropped, own)
     if forward and not (dropped or own or work == "short partial"):
         found = with_few_keys(facts, found)
-    few = forward and work.startswith("short") and _visits_few(job)
+    few = forward and work.startswith("short") and _visits_few(job, _FEW_TILES)
     found = for_lengths(task, facts, found, few)
     if forward and job.work_of_pair > _MOST_WORK_OF_THREE:
         found = tuple(config for config in found if config.consumers < 3)
+    if forward and not (dropped or own) and _has_short_loops(job):
+        found = with_short_loops(facts, found)
     if forward and _is_long_with_params(job):
         found = tuple(sorted(found, key=lambda config: config.block_n))
     if forward and job.work_of_mask > _MOST_WORK_OF_MASK:
@@ -104,15 +112,28 @@ def _configs(job: Job, machine: Target) -> tuple[Config, ...]:
     if forward:
         found = tuple(deepened(facts, config) for config in found)
     if not own:
-        found = with_small_cells(task, facts, lowered.sparsity, found)
+        found = with_small_cells(task, facts, lowered.sparsity, with_few_rows(facts, found))
     return fitting(task, facts, found) if facts.pair_tiles else found
 
 
-def _visits_few(job: Job) -> bool:
-    """Return True if work tiles visit few tiles of keys, however long sequences are."""
+def _visits_few(job: Job, most: int) -> bool:
+    """Return True if work tiles visit ``most`` tiles of keys, however long sequences are."""
     facts = job.facts
     visited = job.lowered.sparsity.visited(FORWARD, facts.shifted, facts.indexed)
-    return visited is not None and visited <= _FEW_TILES
+    return visited is not None and visited <= most
+
+
+def _has_short_loops(job: Job) -> bool:
+    """Return True if a score of little work has few tiles a row, as with windows and documents.
+
+    How long documents are is not known before a call, so that these count as short.
+    """
+    facts, sparsity = job.facts, job.lowered.sparsity
+    if facts.pair_tiles or job.work_of_pair > _MOST_WORK_OF_THREE:
+        return False
+    if sparsity.mask is None or sparsity.not_affine is None:
+        return job.work.startswith("short") and _visits_few(job, _SHORTEST)
+    return sparsity.by_cells is None or not sparsity.by_cells.cells
 
 
 def _is_mostly_mask(job: Job) -> bool:

@@ -81,14 +81,22 @@ which it has the smaller ones."""
 _MOST_KEYS_OF_SMALL = {64: 3072, 128: 1024}
 """Keys up to which forwards have smaller tiles, by columns: of D64 with a mask, of D128."""
 _MOST_KEYS_OF_SMALL_BACKWARD = 384
+_WAVES_OF_FEW = 4
+"""Work tiles for each multiprocessor up to which a call of two tiles a row has few."""
 _PROCESSORS = 132
 """Multiprocessors of an H100 and of an H200."""
 
 
 _SMALL_CELLS = 64
-_OF_SMALL_CELLS = Config(64, 64, 4, 3, 1, 216, most_registers=128)
-"""Config of forwards whose tiles are cells of 64 x 64 pairs. A multiprocessor runs two programs at
-a time, each with the tiles of one consumer's rows. See M71 in docs/dev/measured.md."""
+_OF_ONE_CONSUMER = Config(64, 64, 4, 3, 1, 216, most_registers=128)
+"""Config of forwards whose tiles are cells of 64 x 64 pairs, or whose heads have so few rows. A
+multiprocessor runs two programs at a time. See M71 in docs/dev/measured.md."""
+
+
+_OF_THREE_PROGRAMS = Config(64, 64, 4, 3, 1, 120, most_registers=80)
+"""Config of forwards of 64 columns whose loops visit few tiles, or whose heads have few rows. A
+multiprocessor runs three programs at a time: others compute while one begins or ends. See M76 in
+docs/dev/measured.md."""
 
 
 def looks_up_many_keys(facts: KernelFacts, sparsity: Sparsity) -> bool:
@@ -123,7 +131,47 @@ def with_small_cells(
         and (cell.kv_size % (2 * _SMALL_CELLS) == _SMALL_CELLS or _SMALL_CELLS % cell.kv_size == 0)
         for cell in bounds.cells
     )
-    return (_OF_SMALL_CELLS, *configs) if small and config_width(task, facts) <= 128 else configs
+    return (_OF_ONE_CONSUMER, *configs) if small and config_width(task, facts) <= 128 else configs
+
+
+def with_short_loops(facts: KernelFacts, configs: tuple[Config, ...]) -> tuple[Config, ...]:
+    """Configs, best first, before which there is that of three programs a multiprocessor."""
+    return (_OF_THREE_PROGRAMS, *configs) if _is_narrow(facts) else configs
+
+
+def _is_narrow(facts: KernelFacts) -> bool:
+    """Return True for rows of up to 64 columns that begin at sectors of memory."""
+    cut = facts.head_dim % _SECTOR or facts.value_dim % _SECTOR
+    return widest(facts) == 64 and not cut
+
+
+def has_few_tiles(call: Call, sparsity: Sparsity) -> bool:
+    """Return True if listing a call's live tiles would take longer than what it saves.
+
+    Lists take three kernels of a few microseconds. Tiles that may be live are then PARTIAL.
+    """
+    (batch, heads, q_len), kv_len = call.q.shape[:3], call.k.shape[2]
+    if sparsity.mask is None or sparsity.not_affine is None or max(q_len, kv_len) > 2 * _ONE_TILE:
+        return False
+    return batch * heads * -(-q_len // _ONE_TILE) <= _WAVES_OF_FEW * _PROCESSORS
+
+
+def has_few_rows(task: Task, facts: KernelFacts, call: Call) -> bool:
+    """Return True if a forward's rows of a head fit one consumer's tile.
+
+    Tiles of two would be half empty, and half of their products be of nothing. Calls with even
+    fewer rows of all heads that share keys are the decode family's.
+    """
+    rows, group = call.q.shape[2], call.q.shape[1] // call.k.shape[1]
+    few = rows <= _SMALL_CELLS < group * rows
+    return task is Task.FORWARD and few and widest(facts) <= 128
+
+
+def with_few_rows(facts: KernelFacts, configs: tuple[Config, ...]) -> tuple[Config, ...]:
+    """Configs, best first, before which there is that of one consumer if a call has few rows."""
+    if not facts.few_rows or facts.dropout:
+        return configs
+    return (_OF_THREE_PROGRAMS if _is_narrow(facts) else _OF_ONE_CONSUMER, *configs)
 
 
 def has_small_tiles(task: Task, facts: KernelFacts, q_len: int, kv_len: int, masked: bool) -> bool:

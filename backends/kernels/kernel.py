@@ -180,7 +180,7 @@ class Job:
     def plan(self, config: Config) -> LoopPlan:
         """The plan of the kernel's loop with these tile sizes; empty if it has none.
 
-        Nothing is listed for a repair: a list takes longer than most of them do.
+        Nothing is listed for a repair, nor for few tiles: a list takes longer than most of them do.
         """
         facts = self.facts
         if self.kernel.loop is None:
@@ -192,7 +192,8 @@ class Job:
             )  # fmt: skip
         return self.lowered.sparsity.loop(
             self.kernel.loop, config.block_m, config.block_n, facts.shifted, facts.indexed,
-            facts.wide, bounded=facts.pages is not None or bool(self.kernel.tasks & REPAIRS),
+            facts.wide,
+            bounded=facts.pages is not None or facts.few_tiles or bool(self.kernel.tasks & REPAIRS),
         )  # fmt: skip
 
     @property

@@ -31,7 +31,7 @@ def own_tiles(lowered: Lowered, facts: KernelFacts, task: Task, config: Config) 
     """Tiles that consumers of one kernel leave out.
 
     Rows beyond the last query are many where tiles have a length that few lengths are multiples
-    of. What comes by tiles, or is drawn, comes to all consumers.
+    of. What comes by tiles, or is drawn, comes to all consumers, and so do tiles of few.
     """
     if not _may_leave_out(lowered, facts, task):
         return OwnTiles()
@@ -53,7 +53,8 @@ def parts_of_lists(lowered: Lowered, facts: KernelFacts, task: Task, config: Con
 
 def _may_leave_out(lowered: Lowered, facts: KernelFacts, task: Task) -> bool:
     dropped = lowered.program.dropout is not None
-    return task is not Task.BACKWARD and not facts.pair_tiles and not dropped
+    alike = bool(facts.pair_tiles) or facts.few_tiles or dropped
+    return task is not Task.BACKWARD and not alike
 
 
 def _skips(spec: ModuleSpec) -> bool:
