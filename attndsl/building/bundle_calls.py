@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from attndsl.backends.kernels.config import HOPPER_PROCESSORS
 from attndsl.call.optional_captures import optional_names
 from attndsl.inspection.example_captures import make_captures
 from attndsl.ir import DType
@@ -49,6 +50,11 @@ _FEW_ROWS = 128
 _ALIGNED = {64: (336, 1024, 6144), 96: (640, 6144), 128: (512, 6144)}
 """Lengths for which Hopper's kernels have tiles of different sizes, by most columns."""
 _UNALIGNED = {64: (333, 1007, 6143), 96: (637, 6143), 128: (509, 6143)}
+_FEW_KEYS = {True: 208, False: 205}
+"""Rows and keys of few tiles, which nothing lists: aligned, or not."""
+_LARGEST_OF_FEW = 256
+_HALF_TILE = 64
+"""Rows up to which a head's rows are half of a tile or less."""
 _MORE_KEYS = 16
 """Keys more than rows, where these are few and are not as many."""
 _SEED = 7
@@ -76,6 +82,16 @@ class CallGrid:
     """dtypes of captures; fp32, int32 and bool for others, and q's for rows of contractions."""
 
 
+class _Shape(NamedTuple):
+    """Sizes of a call's operands, but for head dims."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+    keys: int
+
+
 class ExampleCall(NamedTuple):
     """One call."""
 
@@ -99,13 +115,48 @@ def examples(attention: Attention, asked: CallGrid) -> Iterator[ExampleCall]:
     Raises:
         ArgumentError: No captures can be made for the lengths.
     """
+    sparsity = attention.lowered.sparsity
+    listed = sparsity.mask is not None and sparsity.not_affine is not None
     for dtype in asked.dtypes:
         for dim in asked.head_dims:
-            for heads in asked.heads:
-                for lengths in _lengths(asked, max(dim, asked.value_dim or dim)):
-                    for position in asked.positions:
-                        operands = _operands(asked, DTYPES[dtype], dim, heads, lengths)
-                        yield from _of_operands(attention, asked, operands, position)
+            for shape in _shapes(asked, max(dim, asked.value_dim or dim), listed):
+                for position in asked.positions:
+                    operands = _operands(asked, DTYPES[dtype], dim, shape)
+                    yield from _of_operands(attention, asked, operands, position)
+
+
+def _shapes(asked: CallGrid, dim: int, listed: bool) -> tuple[_Shape, ...]:
+    """Requested shapes, and others for which there are other kernels.
+
+    Args:
+        asked: What is requested.
+        dim: The larger head dim.
+        listed: True if kernels list tiles of the program.
+    """
+    lengths = _lengths(asked, dim)
+    found = dict.fromkeys(_Shape(_BATCH, *heads, *own) for heads in asked.heads for own in lengths)
+    for own in lengths:
+        found |= dict.fromkeys(_other_shapes(asked, *own, listed))
+    return tuple(found)
+
+
+def _other_shapes(asked: CallGrid, rows: int, keys: int, listed: bool) -> Iterator[_Shape]:
+    """Shapes of as many rows and keys, with other heads and batches, that have other kernels."""
+    if asked.backward:
+        # Of few work tiles each has one of the heads that share keys, if any do.
+        yield _Shape(1, 8, 1, rows, keys)
+        yield _Shape(1, 1, 1, rows, keys)
+        if keys <= _FEW_ROWS:
+            yield _Shape(HOPPER_PROCESSORS + 1, 1, 1, rows, keys)
+    if listed and max(rows, keys) > _LARGEST_OF_FEW:
+        few = _FEW_KEYS[rows % 16 == 0]
+        yield _Shape(1, 1, 1, few, few)
+        if asked.backward:
+            yield _Shape(1, 8, 1, few, few)
+    elif listed:
+        yield _Shape(5 * HOPPER_PROCESSORS, 1, 1, rows, keys)
+    if _HALF_TILE < rows <= _FEW_ROWS and rows != keys:
+        yield _Shape(1, 8, 1, _HALF_TILE, keys)
 
 
 def _lengths(asked: CallGrid, dim: int) -> tuple[tuple[int, int], ...]:
@@ -122,16 +173,15 @@ def _lengths(asked: CallGrid, dim: int) -> tuple[tuple[int, int], ...]:
 
 
 def _operands(
-    asked: CallGrid, dtype: torch.dtype, dim: int, heads: tuple[int, int], lengths: tuple[int, int]
+    asked: CallGrid, dtype: torch.dtype, dim: int, shape: _Shape
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v, whose elements are never read."""
-    own, shared = heads
-    rows, keys = lengths
+    batch, heads, kv_heads, rows, keys = shape
     value = asked.value_dim or dim
     return (
-        torch.empty(_BATCH, own, rows, dim, dtype=dtype),
-        torch.empty(_BATCH, shared, keys, dim, dtype=dtype),
-        torch.empty(_BATCH, shared, keys, value, dtype=dtype),
+        torch.empty(batch, heads, rows, dim, dtype=dtype),
+        torch.empty(batch, kv_heads, keys, dim, dtype=dtype),
+        torch.empty(batch, kv_heads, keys, value, dtype=dtype),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..kernels.config import Config
+from ..kernels.config import HOPPER_PROCESSORS, Config
 from ..kernels.kernel import Task
 from .tile_shapes import config_width, widest
 
@@ -83,8 +83,6 @@ _MOST_KEYS_OF_SMALL = {64: 3072, 128: 1024}
 _MOST_KEYS_OF_SMALL_BACKWARD = 384
 _WAVES_OF_FEW = 4
 """Work tiles for each multiprocessor up to which a call of two tiles a row has few."""
-_PROCESSORS = 132
-"""Multiprocessors of an H100 and of an H200."""
 
 
 _SMALL_CELLS = 64
@@ -153,7 +151,7 @@ def has_few_tiles(call: Call, sparsity: Sparsity) -> bool:
     (batch, heads, q_len), kv_len = call.q.shape[:3], call.k.shape[2]
     if sparsity.mask is None or sparsity.not_affine is None or max(q_len, kv_len) > 2 * _ONE_TILE:
         return False
-    return batch * heads * -(-q_len // _ONE_TILE) <= _WAVES_OF_FEW * _PROCESSORS
+    return batch * heads * -(-q_len // _ONE_TILE) <= _WAVES_OF_FEW * HOPPER_PROCESSORS
 
 
 def has_few_rows(task: Task, facts: KernelFacts, call: Call) -> bool:
@@ -207,7 +205,7 @@ def has_heads_apart(call: Call, facts: KernelFacts, program: Program) -> bool:
     if facts.wide_gradients or facts.wide_out or facts.takes_turns or program.bounded:
         return False
     tiles = -(-kv_len // _ONE_TILE) * batch * kv_heads
-    return heads > kv_heads and 2 * tiles <= _PROCESSORS
+    return heads > kv_heads and 2 * tiles <= HOPPER_PROCESSORS
 
 
 def for_lengths(

@@ -18,6 +18,8 @@ SHARED_MEMORY = {
 }
 """Bytes of shared memory that one program may use, by target."""
 _SMALLEST_SHARED = 65536
+HOPPER_PROCESSORS = 132
+"""Multiprocessors of an H100 and of an H200, which decide between kernels for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from ..emit.facts import tile_width
 from ..kernels.arguments import capture_arguments
 from ..kernels.bound_calls import last_arguments
 from ..kernels.call_signature import PADDING
+from ..kernels.config import HOPPER_PROCESSORS
 from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.tile_order import processors_of
@@ -83,11 +84,12 @@ class Short(Portable):
         rows = q_len * heads // kv_heads
         if rows > _MOST_ROWS:
             return f"the short backward kernel supports up to {_MOST_ROWS} query rows per key head"
-        programs, processors = batch * kv_heads, processors_of(call.q.device)
-        if self._beside_others and rows > _MOST_ROWS_OF_FEW:
-            if heads > kv_heads and 2 * programs <= processors:
-                return f"{programs} key heads are too few programs for {rows} query rows each"
-        if self._beside_others and call.k.shape[2] > _MOST_KEYS_OF_MANY and programs > processors:
+        if not self._beside_others:
+            return None
+        programs = batch * kv_heads
+        if heads > kv_heads and rows > _MOST_ROWS_OF_FEW and 2 * programs <= HOPPER_PROCESSORS:
+            return f"{programs} key heads are too few programs for {rows} query rows each"
+        if call.k.shape[2] > _MOST_KEYS_OF_MANY and programs > HOPPER_PROCESSORS:
             return f"it is slower for more than {_MOST_KEYS_OF_MANY} keys of {programs} heads"
         return None
 

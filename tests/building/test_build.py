@@ -18,7 +18,9 @@ from support.fork_server import COMMAND, run_python, run_script
 
 import attndsl
 from attndsl import cli
+from attndsl.backends.base import Wants
 from attndsl.backends.emit.facts import facts_of
+from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.tile_sizes import has_small_tiles
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
@@ -239,7 +241,7 @@ def test_entries_of_bundles_are_listed_in_words(place: Workplace, command, monke
         (256, ((4096, 4096),), {4096}),
         (64, ((512, 4096),), {512, 336, 1024, 6144}),
         (128, ((1007, 2001),), {1007, 509, 6143}),
-        (128, ((100, 300),), {100}),
+        (128, ((100, 300),), {100, 64}),
     ],
 )
 @pytest.mark.parametrize("text", ["score", "causal()"])
@@ -266,6 +268,43 @@ def test_all_sizes_of_hopper_tiles_are_built(text, dim, lengths, rows) -> None:
     for task in (Task.FORWARD, Task.BACKWARD):
         found = {small(task, *(x.shape[2] for x in one.operands[:2])) for one in made}
         assert found >= {small(task, *lengths) for lengths in alike(*lengths[0])}
+
+
+DOCUMENTS = "tensor doc[kv_len]: int\nmask = q >= kv and doc[q] == doc[kv]"
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths", "kinds"),
+    [
+        ("causal()", ((1024, 1024),), {"heads_apart"}),
+        (DOCUMENTS, ((4096, 4096),), {"heads_apart", "few_tiles"}),
+        (DOCUMENTS, ((200, 200),), {"heads_apart", "few_tiles"}),
+        ("causal()", ((100, 300),), {"heads_apart", "few_rows"}),
+    ],
+)
+@pytest.mark.parametrize("heads", [((4, 4),), ((8, 2),)])
+def test_calls_of_other_batches_and_heads_are_built(text, lengths, kinds, heads) -> None:
+    """Both kinds of each; what else decides, as lengths do, is the same or met by others."""
+    attention = attndsl.compile(text)
+    lowered, asked = attention.lowered, CallGrid(lengths=lengths, heads=heads, backward=True)
+    calls = [
+        example_call(lowered, 64, 64, torch.bfloat16, {})._replace(
+            q=one.operands[0], k=one.operands[1], v=one.operands[2]
+        )
+        for one in examples(attention, asked)
+    ]  # fmt: skip
+    for kind in kinds:
+        task = Task.BACKWARD if kind == "heads_apart" else Task.FORWARD
+        wanted = Wants() if task is Task.BACKWARD else None
+        jobs = [Hopper().jobs(lowered, call, task, None, wanted)[0] for call in calls]
+        assert {getattr(job.facts, kind) for job in jobs} == {False, True}
+
+
+def test_heads_of_few_keys_are_more_than_processors_too() -> None:
+    asked = CallGrid(lengths=((100, 100),), heads=((4, 4),), backward=True)
+    made = examples(attndsl.compile("causal()"), asked)
+    programs = {one.operands[1].shape[:2].numel() for one in made}
+    assert min(programs) < 132 < max(programs)
 
 
 @pytest.mark.slow

@@ -39,9 +39,9 @@ FORWARDS = [
                    1024: SMALL, 2048: LARGE, 8192: LARGE}),
     ("causal()", 64, {128: LARGE, 1536: SMALL, 3072: SMALL, 4096: LARGE}),
     ("sliding_window(1024)", 64, {8192: SMALL}),
-    ("sliding_window(280)", 64, {8192: (64, 64, 2)}),
+    ("sliding_window(280)", 64, {8192: (64, 64, 3)}),
     ("sliding_window(280)", 40, {8192: SMALL}),
-    ("mask = sliding_window(280); score = softcap(score, 50.0)", 64, {8192: (64, 64, 2)}),
+    ("mask = sliding_window(280); score = softcap(score, 50.0)", 64, {8192: (64, 64, 3)}),
     ("sliding_window(4096)", 64, {16384: LARGE}),
     ("score", 72, {577: (128, 64, 4), 1024: (192, 64, 3), 4096: (192, 64, 3)}),
     ("causal()", 96, {577: (128, 128, 2), 4096: (192, 64, 3)}),
@@ -90,8 +90,8 @@ def test_forwards_have_the_tiles_that_suit_their_lengths(text, head_dim, length,
     first = _first_config(text, head_dim, length, Task.FORWARD)
     assert (first.block_m, first.block_n, first.stages) == tiles
     assert first.persistent == (head_dim <= 128 and first.consumers > 1)
-    # Of one consumer there are two programs at a time or four, which share 64k registers.
-    assert (first.most_registers in (64, 128)) == (first.consumers == 1) == (first.block_m == 64)
+    # Of one consumer there are two programs at a time or three, which share 64k registers.
+    assert (first.most_registers in (80, 128)) == (first.consumers == 1) == (first.block_m == 64)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from attndsl.backends.engine.kernel_listing import source_of
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.target import machine_of
-from attndsl.backends.triton import short_family
 from attndsl.backends.triton.family import Portable
 from attndsl.backends.triton.short_family import Short
 from attndsl.backends.triton.short_kernels import BACKWARDS, FORWARDS
@@ -89,9 +88,8 @@ def test_programs_take_tiles_of_several_heads(device, ran):
     assert Task.FORWARD in ran
 
 
-def test_other_families_have_backwards_that_keep_processors_busier(monkeypatch):
+def test_other_families_have_backwards_that_keep_processors_busier():
     lowered = attndsl.compile("score").lowered
-    monkeypatch.setattr(short_family, "processors_of", lambda device: 132)
 
     def reason(beside, batch, heads, kv_heads, q_len, kv_len):
         def rows(number, length):
