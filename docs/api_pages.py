@@ -90,7 +90,8 @@ PAGES = {
         "These functions create, combine and check programs.",
         tuple(
             f"attndsl.{name}"
-            for name in ("compile", "load", "join", "tensor", "compare", "verify", "merge", "trace")
+            for name in ("compile", "load", "join", "tensor", "compare", "verify", "merge", "trace",
+                         "shared_list")
         ),
     ),
     "attention": Page(
