@@ -54,6 +54,7 @@ FIXED_ENTRIES = frozenset(
         "row_statistics",
         "prepare_backward",
         "dq_from_sums",
+        "sum_of_heads",
         "attention_append",
         "find_chunks",
         "gather_chunk_keys",

@@ -129,7 +129,7 @@ def _shapes(asked: CallGrid, dim: int, listed: bool) -> tuple[_Shape, ...]:
     """Requested shapes, and others for which there are other kernels.
 
     Args:
-        asked: What is requested.
+        asked: The requested calls.
         dim: The larger head dim.
         listed: True if kernels list tiles of the program.
     """

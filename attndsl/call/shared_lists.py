@@ -1,7 +1,7 @@
 """Lists of keys that several layers share: copies that keep the maps made of them.
 
 A call makes a map of its lists (:mod:`.list_maps`), since it cannot see whether the list that it
-had before was written meanwhile. Nobody else has these copies, so their maps hold.
+had before was written meanwhile. Users' kernels do not know these copies, so their maps hold.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ def shared_list(chosen: torch.Tensor) -> torch.Tensor:
     """Copy a list of keys for several layers, which then prepare it once.
 
     Each call with ``chosen=`` makes a map of the list before it attends. Calls with the same shared
-    list make it once, and on GPUs find the tiles once too. What you write to ``chosen`` later does
-    not reach the copy. Write to the copy with torch's operations alone, after which the next call
-    makes a new map.
+    list make it once, and on GPUs find the tiles once too. The copy does not change with
+    ``chosen``. Write to the copy with torch's operations alone: the next call then makes a new map.
 
     Args:
         chosen: Ints of any shape, as ``in`` takes them: numbers of keys or of blocks.
@@ -76,7 +75,7 @@ def kept_map(
 
     Args:
         listed: The list of a call.
-        sizes: What the map follows from besides.
+        sizes: Width and shift of the map.
         make: Makes it anew.
     """
     owner = listed if listed._base is None else listed._base

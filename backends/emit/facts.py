@@ -181,8 +181,8 @@ class KernelFacts:
     few_rows: bool = False
     """True if a forward's rows of a head fit one consumer's tile (``tile_sizes.has_few_rows``)."""
     heads_apart: bool = False
-    """True if each query head has work tiles of its own in a Hopper backward, whose gradients of
-    keys are summed over heads later (``tile_sizes.has_heads_apart``)."""
+    """True if a work tile of a Hopper backward has one query head, and its gradients of keys are
+    summed over heads later (``tile_sizes.has_heads_apart``)."""
     wide_out: bool = False
     """True if the output is in fp32 (``Call.wide``)."""
     wide_gradients: bool = False

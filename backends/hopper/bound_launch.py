@@ -19,7 +19,7 @@ from ..kernels.arguments import call_numbers
 from ..kernels.bound_calls import allocator, last_arguments, rows_of
 from ..kernels.device import stream_if_current
 from ..kernels.tile_lists import STATISTICS_ROWS
-from .hopper_layout import empty_keys, rows_of_keys, sum_arguments
+from .hopper_layout import rows_of_keys, sum_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -235,9 +235,10 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch
     of_heads = None
     if facts.heads_apart:
         of_heads = _SumOfHeads(launches["sum_of_heads"].run, *sum_arguments(layout), (dk, dv))
+        kv_len = layout.sizes[4]
         dk, dv = (
-            (tuple(like.shape), like.stride(), torch.float32)
-            for like in (empty_keys(layout, x.to("meta")) for x in (call.k, call.v))
+            ((batch, heads, kv_len, n), (heads * kv_len * n, kv_len * n, n, 1), torch.float32)
+            for n in (orders.k.shape[3], orders.v.shape[3])
         )
     return BackwardLaunch(
         own=own,

@@ -22,13 +22,7 @@ from ..triton.captures import KINDS
 from .bound_launch import FLOAT_BYTES, Launches, backward_of, forward_of
 from .capture_sums import Statistics, gradients_of_parts
 from .features import BY_FLAG, FEATURES
-from .hopper_layout import (
-    HopperLayout,
-    empty_keys,
-    layout_of,
-    rows_of_keys,
-    sum_arguments,
-)  # fmt: skip
+from .hopper_layout import HopperLayout, empty_keys, layout_of, rows_of_keys, sum_arguments
 from .jvp_launch import launch_with_tangents, readable
 from .kernels import FIXED, KERNELS
 from .launch import RowStatistics, TensorMaps, descriptor_strides

@@ -507,7 +507,8 @@ def add_to_sums(base, tile):
     Sums lie in the order in which the threads of a warpgroup hold them, so that each thread adds 16
     bytes at a time and a warp 512 in a row: blocks of 64 rows and 8 columns, side by side, of which
     each is (4 warps, 8 rows of a warp's 16, 4 pairs of columns, 2 halves of its rows, 2 columns of
-    a pair). ``sums.dq_from_sums`` reads them.
+    a pair). ``sums.dq_from_sums`` reads them. The bytes take the time: see M77 in
+    docs/dev/measured.md.
     """
     LAYOUT: gl.constexpr = tile.type.layout
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))

@@ -87,14 +87,13 @@ _WAVES_OF_FEW = 4
 
 _SMALL_CELLS = 64
 _OF_ONE_CONSUMER = Config(64, 64, 4, 3, 1, 216, most_registers=128)
-"""Config of forwards whose tiles are cells of 64 x 64 pairs, or whose heads have so few rows. A
+"""Config of forwards whose tiles are cells of 64 x 64 pairs, or that have so few rows a head. A
 multiprocessor runs two programs at a time. See M71 in docs/dev/measured.md."""
 
 
 _OF_THREE_PROGRAMS = Config(64, 64, 4, 3, 1, 120, most_registers=80)
-"""Config of forwards of 64 columns whose loops visit few tiles, or whose heads have few rows. A
-multiprocessor runs three programs at a time: others compute while one begins or ends. See M76 in
-docs/dev/measured.md."""
+"""Config of forwards of 64 columns with short loops or few rows a head. A multiprocessor runs three
+programs at a time: others compute while one begins or ends. See M76 in docs/dev/measured.md."""
 
 
 def looks_up_many_keys(facts: KernelFacts, sparsity: Sparsity) -> bool:
@@ -198,7 +197,7 @@ def has_heads_apart(call: Call, facts: KernelFacts, program: Program) -> bool:
     """Return True if a backward's work tiles are too few for a GPU, and heads share keys.
 
     A work tile then has one query head instead of all that share its keys, and another kernel adds
-    up gradients of keys. Gradients in fp32 and in a fixed order have theirs summed already, and
+    gradients of keys up. Gradients in fp32 and in a fixed order have theirs summed already, and
     programs with bounds check them.
     """
     (batch, heads), (kv_heads, kv_len) = call.q.shape[:2], call.k.shape[1:3]

@@ -159,10 +159,9 @@ def attention_backward_kv(
     Descriptors are of (batch, heads, length, head dim), dQ in fp32 and before the scale; those of
     the row statistics are of (batch * heads * padded,), see ``statistics_rows``. DK is (batch,
     kv_heads, kv_len, HEAD_DIM), its rows ``rows_dk*`` apart, and DV_OUT likewise: HEADS_APART of
-    heads in place of kv heads, each with a work tile of its own. Where a factor or
-    columns of the score have gradients: FACTOR_SUMS (batch, heads, tiles, 2) and COLUMN_SUMS
-    (batch, heads, kv_len), fp32. Where work tiles take turns: TURNS (batch, heads, query tiles),
-    int32, 0 before a launch. Where results are checked: CHECKS (2, batch, kv_heads, kv_len), fp32,
+    heads in place of kv heads. Where a factor or columns of the score have gradients: FACTOR_SUMS
+    (batch, heads, tiles, 2) and COLUMN_SUMS (batch, heads, kv_len), fp32. Where work tiles take
+    turns: TURNS (batch, heads, query tiles), int32, 0 before a launch. Where results are checked: CHECKS (2, batch, kv_heads, kv_len), fp32,
     of dK and dV.
     """
     given = Given(
