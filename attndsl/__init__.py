@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from attndsl.api import Attention, compile, load, verify  # noqa: A004
     from attndsl.call.backward_call import Gradients
     from attndsl.call.lse_merge import merge
-    from attndsl.call.shared_lists import shared_list
     from attndsl.errors import AttnDSLError
     from attndsl.flex.tracing import trace
     from attndsl.frontend.declare import tensor
@@ -37,7 +36,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Attention", "AttnDSLError", "Gradients", "PagedCache", "ServingPlan", "TileMap", "compare",
     "compat", "compile", "errors", "flex", "join", "layout", "load", "merge", "nn", "parallel",
-    "scaled_dot_product_attention", "shared_list", "tensor", "trace", "verify",
+    "scaled_dot_product_attention", "tensor", "trace", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -54,7 +53,6 @@ _HOMES = {
     "ServingPlan": "attndsl.serving.serving_plan",
     "TileMap": "attndsl.inspection.tilemap",
     "scaled_dot_product_attention": "attndsl.torch_api.sdpa",
-    "shared_list": "attndsl.call.shared_lists",
     "tensor": "attndsl.frontend.declare",
     "trace": "attndsl.flex.tracing",
     "unload_ipython_extension": "attndsl.notebook",

@@ -90,8 +90,7 @@ PAGES = {
         "These functions create, combine and check programs.",
         tuple(
             f"attndsl.{name}"
-            for name in ("compile", "load", "join", "tensor", "compare", "verify", "merge", "trace",
-                         "shared_list")
+            for name in ("compile", "load", "join", "tensor", "compare", "verify", "merge", "trace")
         ),
     ),
     "attention": Page(

@@ -11,7 +11,6 @@ Non-goals: left sides without bounds, such as positions that only a tensor tells
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,7 +37,6 @@ from attndsl.pipeline import lower_program
 
 from .dispatch import get_backend
 from .remade_programs import remade
-from .shared_lists import kept_map
 from .value_checks import has_values
 
 if TYPE_CHECKING:
@@ -93,7 +91,7 @@ class ListMaps:
         own, rows = self.sizes, call.q.shape[::2][:2]
         tensors = {}
         for each in self.maps:
-            found = _map_of(call.tensors[each.of], (own[each.width], own.get(each.shift, 0)))
+            found = _map_of(call.tensors[each.of], own[each.width], own.get(each.shift, 0))
             if each.split is not None:
                 shape = found.shape
                 found = found.view(*shape[: each.split], *rows, *shape[each.split + 1 :])
@@ -244,16 +242,12 @@ def _sizes_of(maps: tuple[_ListMap, ...], found: list[Range]) -> dict[str, int]:
     return sizes
 
 
-def _map_of(listed: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+def _map_of(listed: torch.Tensor, width: int, shift: int) -> torch.Tensor:
     """Bools (..., width): True where a row of ``listed`` (..., n) has ``place - shift``.
 
-    Each call makes its map anew, but for shared lists: users' kernels write lists in place without
-    a change of their versions, so an earlier call's map may be out of date.
+    Each call makes its map anew: users' kernels write lists in place without a change of their
+    versions, so an earlier call's map may be out of date.
     """
-    return kept_map(listed, sizes, partial(_new_map, listed, *sizes))
-
-
-def _new_map(listed: torch.Tensor, width: int, shift: int) -> torch.Tensor:
     device = listed.device
     if listed.is_cuda and has_values(listed) and get_backend("triton").why_not(device) is None:
         from attndsl.backends.triton.list_map_launch import launch_list_map  # Imports Triton.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.call.list_maps import _new_map
+from attndsl.call.list_maps import _map_of
 from attndsl.errors import ProgramErrors, TypeMismatchError, UnsupportedError
 
 B, H, HKV, ROWS, KEYS = 2, 4, 2, 30, 45
@@ -306,6 +306,6 @@ def test_what_cannot_be_is_refused(mask, said):
 
 
 def test_maps():
-    found = _new_map(torch.tensor([[0, 3, -1], [3, 99, 3]]), 16, 0)
+    found = _map_of(torch.tensor([[0, 3, -1], [3, 99, 3]]), 16, 0)
     assert found.nonzero().tolist() == [[0, 0], [0, 3], [0, 15], [1, 3], [1, 15]]
-    assert _new_map(torch.tensor([-2, 5]), 16, 2).nonzero().flatten().tolist() == [0, 7]
+    assert _map_of(torch.tensor([-2, 5]), 16, 2).nonzero().flatten().tolist() == [0, 7]
