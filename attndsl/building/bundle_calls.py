@@ -11,13 +11,16 @@ whose rows are more than 2**31 elements apart.
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attndsl.backends.kernels.config import HOPPER_PROCESSORS
 from attndsl.call.optional_captures import optional_names
+from attndsl.errors import ArgumentError
 from attndsl.inspection.example_captures import make_captures
 from attndsl.ir import DType
 from attndsl.passes.fold_dots import contracted
@@ -119,14 +122,16 @@ def examples(attention: Attention, asked: CallGrid) -> Iterator[ExampleCall]:
     listed = sparsity.mask is not None and sparsity.not_affine is not None
     for dtype in asked.dtypes:
         for dim in asked.head_dims:
-            for shape in _shapes(asked, max(dim, asked.value_dim or dim), listed):
-                for position in asked.positions:
-                    operands = _operands(asked, DTYPES[dtype], dim, shape)
+            shapes = _shapes(asked, max(dim, asked.value_dim or dim), listed)
+            for (shape, is_requested), position in product(shapes.items(), asked.positions):
+                operands = _operands(asked, DTYPES[dtype], dim, shape)
+                # A program's dims may have no such heads or lengths.
+                with nullcontext() if is_requested else suppress(ArgumentError):
                     yield from _of_operands(attention, asked, operands, position)
 
 
-def _shapes(asked: CallGrid, dim: int, listed: bool) -> tuple[_Shape, ...]:
-    """Requested shapes, and others for which there are other kernels.
+def _shapes(asked: CallGrid, dim: int, listed: bool) -> dict[_Shape, bool]:
+    """Requested shapes, and others for which there are other kernels; True for requested ones.
 
     Args:
         asked: The requested calls.
@@ -134,29 +139,31 @@ def _shapes(asked: CallGrid, dim: int, listed: bool) -> tuple[_Shape, ...]:
         listed: True if kernels list tiles of the program.
     """
     lengths = _lengths(asked, dim)
-    found = dict.fromkeys(_Shape(_BATCH, *heads, *own) for heads in asked.heads for own in lengths)
-    for own in lengths:
-        found |= dict.fromkeys(_other_shapes(asked, *own, listed))
-    return tuple(found)
+    requested = [_Shape(_BATCH, *heads, *own) for heads in asked.heads for own in lengths]
+    others = [shape for own in lengths for shape in _other_shapes(asked, *own, listed)]
+    return {shape: shape in requested for shape in (*requested, *others)}
 
 
 def _other_shapes(asked: CallGrid, rows: int, keys: int, listed: bool) -> Iterator[_Shape]:
-    """Shapes of as many rows and keys, with other heads and batches, that have other kernels."""
-    if asked.backward:
-        # Of few work tiles each has one of the heads that share keys, if any do.
-        yield _Shape(1, 8, 1, rows, keys)
-        yield _Shape(1, 1, 1, rows, keys)
-        if keys <= _FEW_ROWS:
-            yield _Shape(HOPPER_PROCESSORS + 1, 1, 1, rows, keys)
+    """Shapes with other heads and batches, and some with other lengths, that have other kernels."""
+    few = _FEW_KEYS[rows % 16 == 0]
+    lengths = [(rows, keys)]
     if listed and max(rows, keys) > _LARGEST_OF_FEW:
-        few = _FEW_KEYS[rows % 16 == 0]
-        yield _Shape(1, 1, 1, few, few)
-        if asked.backward:
-            yield _Shape(1, 8, 1, few, few)
-    elif listed:
-        yield _Shape(5 * HOPPER_PROCESSORS, 1, 1, rows, keys)
+        lengths.append((few, few))
+    for own in lengths if asked.backward else lengths[1:]:
+        # Of few work tiles each has one of the heads that share keys, if any do.
+        yield _Shape(_BATCH, 8, 1, *own)
+        yield _Shape(_BATCH, 1, 1, *own)
+    for heads, kv_heads in (*asked.heads, (1, 1)):
+        if asked.backward and keys <= _FEW_ROWS:
+            yield _Shape(HOPPER_PROCESSORS // kv_heads + 1, heads, kv_heads, rows, keys)
+        if listed and max(rows, keys) <= _LARGEST_OF_FEW:
+            yield _Shape(5 * HOPPER_PROCESSORS // heads + 1, heads, kv_heads, rows, keys)
+    if asked.backward and listed:
+        # Few work tiles of keys, and many of queries.
+        yield _Shape(33, 17, 1, *lengths[-1])
     if _HALF_TILE < rows <= _FEW_ROWS and rows != keys:
-        yield _Shape(1, 8, 1, _HALF_TILE, keys)
+        yield _Shape(_BATCH, 8, 1, _HALF_TILE, keys)
 
 
 def _lengths(asked: CallGrid, dim: int) -> tuple[tuple[int, int], ...]:

@@ -268,9 +268,9 @@ def tile_width(head_dim: int) -> int:
 def block_widths(facts: KernelFacts) -> tuple[int, int]:
     """Columns of the tiles that hold rows of q and k, and of v."""
     d, dv = tile_width(facts.head_dim), tile_width(facts.value_dim)
-    if facts.divisor == 1:
+    if facts.divisor == 1 or facts.value_dim % 2:
         # Triton 3.6 multiplies by wrong elements of v where its tile is narrower than k's and its
-        # rows cannot be copied asynchronously; tiles of one width are right.
+        # rows cannot be copied asynchronously, 4 bytes or more; tiles of one width are right.
         d = dv = max(d, dv)
     return d, dv
 
@@ -295,7 +295,7 @@ def facts_of(program: Program, call: Call, *grads: torch.Tensor) -> KernelFacts:
         q_origin_type=_origin_type(call.q_offset, call.q_index),
         kv_kind=position_kind(call.kv_offset, call.kv_index),
         kv_origin_type=_origin_type(call.kv_offset, call.kv_index),
-        divisor=min(_divisor(t, strides(t)) for t in operands),
+        divisor=min(map(_divisor, operands)),
         shifted=call.shifted,
         scale_first=call.scale <= 0,
         dropout=program.dropout is not None,
@@ -369,17 +369,18 @@ def _origin_type(offset: int | torch.Tensor, index: torch.Tensor | None) -> str:
 
 
 def divisor_of(steps: Iterable[int]) -> int:
-    """The largest of 16, 8 and 1 that divides all ``steps`` but those of 1."""
-    common = math.gcd(*(step for step in steps if step != 1))
+    """The largest of 16, 8 and 1 that divides all ``steps``."""
+    common = math.gcd(*steps)
     return next(number for number in (ADDRESS, 8, 1) if common % number == 0)
 
 
-def _divisor(tensor: torch.Tensor, steps: tuple[int, ...]) -> int:
-    return divisor_of(steps) if tensor.data_ptr() % ADDRESS == 0 else 1
+def _divisor(tensor: torch.Tensor) -> int:
+    """The divisor of an operand's strides; its last one is 1, and kernels know it."""
+    return divisor_of(strides(tensor)[:-1]) if tensor.data_ptr() % ADDRESS == 0 else 1
 
 
 def _aligned(tensor: torch.Tensor, steps: tuple[int, ...]) -> bool:
-    return _divisor(tensor, steps) == ADDRESS
+    return tensor.data_ptr() % 16 == 0 and all(step % 16 == 0 or step == 1 for step in steps)
 
 
 def _capture(decl: TensorDecl, tensor: torch.Tensor) -> CaptureFacts:

@@ -81,6 +81,8 @@ which it has the smaller ones."""
 _MOST_KEYS_OF_SMALL = {64: 3072, 128: 1024}
 """Keys up to which forwards have smaller tiles, by columns: of D64 with a mask, of D128."""
 _MOST_KEYS_OF_SMALL_BACKWARD = 384
+_MOST_ELEMENTS_APART = 1 << 26
+"""Most gradients of keys, fp32, that heads have apart: 256 MB."""
 _WAVES_OF_FEW = 4
 """Work tiles for each multiprocessor up to which a call of two tiles a row has few."""
 
@@ -204,7 +206,9 @@ def has_heads_apart(call: Call, facts: KernelFacts, program: Program) -> bool:
     if facts.wide_gradients or facts.wide_out or facts.takes_turns or program.bounded:
         return False
     tiles = -(-kv_len // _ONE_TILE) * batch * kv_heads
-    return heads > kv_heads and 2 * tiles <= HOPPER_PROCESSORS
+    elements = batch * heads * kv_len * (call.k.shape[3] + call.v.shape[3])
+    few = 2 * tiles <= HOPPER_PROCESSORS and elements <= _MOST_ELEMENTS_APART
+    return heads > kv_heads and few
 
 
 def for_lengths(

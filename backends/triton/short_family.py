@@ -84,7 +84,7 @@ class Short(Portable):
         rows = q_len * heads // kv_heads
         if rows > _MOST_ROWS:
             return f"the short backward kernel supports up to {_MOST_ROWS} query rows per key head"
-        if not self._beside_others:
+        if not self._beside_others or not _is_hoppers(lowered, call, wanted):
             return None
         programs = batch * kv_heads
         if heads > kv_heads and rows > _MOST_ROWS_OF_FEW and 2 * programs <= HOPPER_PROCESSORS:
@@ -192,6 +192,18 @@ class Short(Portable):
             params={},
         )
         return gradients, lambda: delta
+
+
+def _is_hoppers(lowered: Lowered, call: Call, wanted: Wants | None) -> bool:
+    """Return True if Hopper's backward runs a call, and may have a work tile for each query head.
+
+    Only calls that were measured count: plain scores, halves that it can read, and no more.
+    """
+    program, halves = lowered.program, call.q.element_size() == 2
+    plain = lowered.sparsity.plain and program.weights is None and program.dropout is None
+    read = call.q.shape[3] % 8 == call.v.shape[3] % 8 == 0
+    wide = call.wide or call.deterministic or (wanted is not None and wanted.wide)
+    return halves and plain and read and not wide and not program.bounded
 
 
 def _widths(call: Call) -> Widths:

@@ -300,6 +300,21 @@ def test_calls_of_other_batches_and_heads_are_built(text, lengths, kinds, heads)
         assert {getattr(job.facts, kind) for job in jobs} == {False, True}
 
 
+@pytest.mark.parametrize(
+    ("text", "lengths", "heads"),
+    [
+        ("tensor g[heads - 2]: float; score = score * g[0]", (300, 300), (8, 2)),
+        ("tensor g[q_len - 100]: float; score = score * g[0]", (101, 300), (8, 8)),
+    ],
+)
+def test_shapes_that_a_program_cannot_have_are_left_out(text, lengths, heads) -> None:
+    asked = CallGrid(lengths=(lengths,), heads=(heads,), backward=True)
+    made = [one.operands for one in examples(attndsl.compile(text), asked)]
+    shapes = {(q.shape[1], k.shape[1], q.shape[2], k.shape[2]) for q, k, _ in made}
+    assert (*heads, *lengths) in shapes
+    assert not {shape for shape in shapes if shape[0] <= 2 and "heads" in text}
+
+
 def test_heads_of_few_keys_are_more_than_processors_too() -> None:
     asked = CallGrid(lengths=((100, 100),), heads=((4, 4),), backward=True)
     made = examples(attndsl.compile("causal()"), asked)

@@ -109,6 +109,23 @@ def test_few_rows_of_many_heads_have_tiles_of_one_consumer(heads, q_len, head_di
     assert job.facts.few_rows == few == (first.consumers == 1)
 
 
+def test_heads_are_apart_where_work_tiles_are_few_and_gradients_are_small():
+    lowered = lower(Source("score"), {})
+
+    def apart(batch, heads, kv_heads, kv_len, head_dim=64):
+        q = torch.empty(batch, heads, 64, head_dim, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(batch, kv_heads, kv_len, head_dim, dtype=torch.bfloat16, device="meta")
+        call = call_of(64, head_dim)._replace(q=q, k=k, v=k)
+        (job,) = Hopper().jobs(lowered, call, Task.BACKWARD, None, ALL)
+        return job.facts.heads_apart
+
+    assert apart(1, 64, 8, 1024)
+    assert not apart(1, 8, 8, 1024)
+    assert not apart(2, 64, 8, 1024)
+    assert apart(1, 8, 1, 8448, 128)
+    assert not apart(1, 128, 1, 8448, 128)
+
+
 DOCUMENTS = "tensor doc[kv_len]: int\nmask = q >= kv and doc[q] == doc[kv]"
 
 

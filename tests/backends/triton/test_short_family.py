@@ -89,15 +89,18 @@ def test_programs_take_tiles_of_several_heads(device, ran):
 
 
 def test_other_families_have_backwards_that_keep_processors_busier():
-    lowered = attndsl.compile("score").lowered
-
-    def reason(beside, batch, heads, kv_heads, q_len, kv_len):
+    def reason(
+        beside, batch, heads, kv_heads, q_len, kv_len, *, wanted=None, deterministic=False,
+        dtype=torch.bfloat16, dim=64, text="score",
+    ):  # fmt: skip
         def rows(number, length):
-            return torch.empty(batch, number, length, 64, dtype=torch.bfloat16, device="meta")
+            return torch.empty(batch, number, length, dim, dtype=dtype, device="meta")
 
+        lowered = attndsl.compile(text).lowered
         q, k = rows(heads, q_len), rows(kv_heads, kv_len)
-        call = example_call(lowered, 64, 64, torch.bfloat16, {})._replace(q=q, k=k, v=k)
-        return Short(beside).why_not(lowered, call, Task.BACKWARD, None, Wants())
+        call = example_call(lowered, 64, 64, torch.bfloat16, {})
+        call = call._replace(q=q, k=k, v=k, deterministic=deterministic)
+        return Short(beside).why_not(lowered, call, Task.BACKWARD, None, wanted or Wants())
 
     assert "few programs for 744 query rows" in reason(True, 1, 64, 8, 93, 93)
     assert reason(True, 1, 64, 64, 93, 93) is None
@@ -108,6 +111,14 @@ def test_other_families_have_backwards_that_keep_processors_busier():
     assert reason(True, 32, 12, 12, 128, 96) is None
     for sizes in ((1, 64, 8, 93, 93), (32, 12, 12, 128, 128)):
         assert reason(False, *sizes) is None
+        assert reason(True, *sizes) is not None
+        # Hopper's backward does not run these, or has no work tiles of one head.
+        for more in (
+            {"wanted": Wants(wide=True)}, {"deterministic": True}, {"dim": 36},
+            {"dtype": torch.float32, "dim": 16}, {"text": "weights = dropout(softmax(score), 0.1)"},
+            {"text": "score = softcap(score, 20.0)"},
+        ):  # fmt: skip
+            assert reason(True, *sizes, **more) is None
 
 
 def test_forwards_hold_three_pieces(device, ran):
