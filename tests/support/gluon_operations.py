@@ -297,6 +297,7 @@ class Operations:
 
     def add_tile(self, pointer: Pointer, tile: torch.Tensor) -> None:
         first = int(pointer.offset)
+        assert 0 <= first <= pointer.data.numel() - tile.numel(), "added outside of the sums"
         addition = Addition(pointer.data[first : first + tile.numel()], tile.reshape(-1).clone())
         self.machine.current.additions.append(addition)
         self.machine.events.append(addition)
@@ -376,11 +377,17 @@ class Operations:
 
     def load(self, pointer: Pointer, mask: Any = True, other: int = 0) -> torch.Tensor:
         offset = torch.as_tensor(pointer.offset)
-        found = pointer.data[torch.where(torch.as_tensor(mask), offset, 0).long()]
+        places = torch.where(torch.as_tensor(mask), offset, 0).long()
+        # Places behind the end are errors of torch, and those before the first are not.
+        assert not (places < 0).any(), "read before the first element"
+        found = pointer.data[places]
         return torch.where(torch.as_tensor(mask), found, other)
 
     def store(self, pointer: Pointer, value: Any, mask: Any = None) -> None:
         if mask is None:
+            assert int(pointer.offset) >= 0, "written before the first element"
             pointer.data.view(-1)[int(pointer.offset)] = value
         else:
-            pointer.data[pointer.offset[mask].long()] = value[mask].to(pointer.data.dtype)
+            places = pointer.offset[mask].long()
+            assert not (places < 0).any(), "written before the first element"
+            pointer.data[places] = value[mask].to(pointer.data.dtype)
