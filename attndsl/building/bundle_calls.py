@@ -118,8 +118,7 @@ def examples(attention: Attention, asked: CallGrid) -> Iterator[ExampleCall]:
     Raises:
         ArgumentError: No captures can be made for the lengths.
     """
-    sparsity = attention.lowered.sparsity
-    listed = sparsity.mask is not None and sparsity.not_affine is not None
+    listed = attention.lowered.sparsity.not_affine is not None
     for dtype in asked.dtypes:
         for dim in asked.head_dims:
             shapes = _shapes(asked, max(dim, asked.value_dim or dim), listed)
@@ -160,8 +159,8 @@ def _other_shapes(asked: CallGrid, rows: int, keys: int, listed: bool) -> Iterat
         if listed and max(rows, keys) <= _LARGEST_OF_FEW:
             yield _Shape(5 * HOPPER_PROCESSORS // heads + 1, heads, kv_heads, rows, keys)
     if asked.backward and listed:
-        # Few work tiles of keys, and many of queries.
-        yield _Shape(33, 17, 1, *lengths[-1])
+        # Few work tiles of keys, and many of queries: of two tiles each, at the limits of both.
+        yield _Shape(HOPPER_PROCESSORS // 4, 17, 1, *lengths[-1])
     if _HALF_TILE < rows <= _FEW_ROWS and rows != keys:
         yield _Shape(_BATCH, 8, 1, _HALF_TILE, keys)
 

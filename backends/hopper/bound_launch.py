@@ -19,7 +19,7 @@ from ..kernels.arguments import call_numbers
 from ..kernels.bound_calls import allocator, last_arguments, rows_of
 from ..kernels.device import stream_if_current
 from ..kernels.tile_lists import STATISTICS_ROWS
-from .hopper_layout import rows_of_keys, sum_arguments
+from .hopper_layout import stored_orders, sum_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,7 +129,7 @@ class BackwardLaunch:
     """Rows of all heads, padded."""
     made: tuple[NewTensor, NewTensor, NewTensor, NewTensor]
     """Memory of row statistics and sums, dK, dV and dQ."""
-    heads: _SumOfHeads | None = None
+    sum_of_heads: _SumOfHeads | None = None
     """Sums of dK and dV where these are of each query head."""
 
     def __call__(self, operands: Sequence[torch.Tensor], backward: Backward) -> CallGradients:
@@ -141,7 +141,7 @@ class BackwardLaunch:
         out, lse, grad_out, grad_lse, wanted = backward
         memory, dk, dv = new(*self.made[0]), new(*self.made[1]), new(*self.made[2])
         dq = new(*self.made[3]) if wanted.q else None
-        sums = [] if self.heads is None else [new(*made) for made in self.heads.made]
+        sums = [] if self.sum_of_heads is None else [new(*made) for made in self.sum_of_heads.made]
         read = (*operands, out, lse, grad_out, lse if grad_lse is None else grad_lse)
         written = (memory, dk, dv, *sums) if dq is None else (memory, dk, dv, *sums, dq)
         launches = partial(self._launches, stream, read, written)
@@ -168,7 +168,7 @@ class BackwardLaunch:
         """
         q, k, v, *captures, out, lse, grad_out, dlse = read
         memory, dk, dv, *others = written
-        totals = 0 if self.heads is None else len(self.heads.made)
+        totals = 0 if self.sum_of_heads is None else len(self.sum_of_heads.made)
         sums_of_keys, dq = others[:totals], others[totals:]
         own, layout = self.own, self.own.layout
         first, step = memory.data_ptr(), self.rows * FLOAT_BYTES
@@ -194,9 +194,15 @@ class BackwardLaunch:
             found.append(
                 (self.dq_of, self.programs[1], [sums, dq[0].data_ptr(), rest, *self.dq_last])
             )
-        if self.heads is not None:
+        if self.sum_of_heads is not None:
             pointers = [x.data_ptr() for x in (dk, dv, *sums_of_keys)]
-            found.append((self.heads.run, self.heads.programs, [*pointers, *self.heads.last]))
+            found.append(
+                (
+                    self.sum_of_heads.run,
+                    self.sum_of_heads.programs,
+                    [*pointers, *self.sum_of_heads.last],
+                )
+            )
         return found
 
 
@@ -219,8 +225,8 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch
     launches, orders, (batch, heads, padded) = layout.launches, layout.orders, layout.statistics
     q_len = call.q.shape[2]
     numbers = [
-        *call_numbers(layout.sizes, call), padded, *rows_of_keys(layout, orders.k),
-        *rows_of_keys(layout, orders.v),
+        *call_numbers(layout.sizes, call), padded,
+        *(x for own in stored_orders(layout) for x in own.rows),
         layout.heads_per_wave["backward_kv"],
     ]  # fmt: skip
     last = last_arguments(layout, call, numbers)
@@ -235,11 +241,7 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch
     of_heads = None
     if facts.heads_apart:
         of_heads = _SumOfHeads(launches["sum_of_heads"].run, *sum_arguments(layout), (dk, dv))
-        kv_len = layout.sizes[4]
-        dk, dv = (
-            ((batch, heads, kv_len, n), (heads * kv_len * n, kv_len * n, n, 1), torch.float32)
-            for n in (orders.k.shape[3], orders.v.shape[3])
-        )
+        dk, dv = ((x.shape, x.strides, torch.float32) for x in stored_orders(layout))
     return BackwardLaunch(
         own=own,
         run=launches["backward_kv"].run,
@@ -251,5 +253,5 @@ def backward_of(own: Launches, call: Call, backward: Backward) -> BackwardLaunch
         programs=(padded // STATISTICS_ROWS * batch * heads, layout.statistics.dq_programs),
         rows=rows,
         made=(((rows * (3 + layout.columns),), (1,), torch.float32), dk, dv, dq),
-        heads=of_heads,
+        sum_of_heads=of_heads,
     )

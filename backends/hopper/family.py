@@ -22,7 +22,7 @@ from ..triton.captures import KINDS
 from .bound_launch import FLOAT_BYTES, Launches, backward_of, forward_of
 from .capture_sums import Statistics, gradients_of_parts
 from .features import BY_FLAG, FEATURES
-from .hopper_layout import HopperLayout, empty_keys, layout_of, rows_of_keys, sum_arguments
+from .hopper_layout import HopperLayout, layout_of, stored_orders, sum_arguments
 from .jvp_launch import launch_with_tangents, readable
 from .kernels import FIXED, KERNELS
 from .launch import RowStatistics, TensorMaps, descriptor_strides
@@ -216,7 +216,7 @@ class Hopper:
         self, layout: HopperLayout, lowered: Lowered, call: Call, backward: Backward,
         buffers: _Buffers, of_pairs: list[torch.Tensor], stream: int,
     ) -> None:  # fmt: skip
-        name, orders = "backward_kv", layout.orders
+        name = "backward_kv"
         made, stores = buffers.of_features, list[object]()
         for x in layout.stores:
             own = made[x.name]
@@ -232,8 +232,7 @@ class Hopper:
                 *self._pair_maps(layout, of_pairs),
                 *stores, *self._counter(layout, call.q.device, stream),
                 *call_numbers(layout.sizes, call),
-                buffers.statistics.padded, *rows_of_keys(layout, orders.k),
-                *rows_of_keys(layout, orders.v),
+                buffers.statistics.padded, *(x for own in stored_orders(layout) for x in own.rows),
                 layout.heads_per_wave[name], *(made[x.name] for x in layout.sums),
                 *capture_arguments(layout.facts, call),
                 *(lists_of(layout, lowered, call, name, stream) if layout.lists else ()),
@@ -309,7 +308,8 @@ class _Buffers(NamedTuple):
 
 
 def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
-    k, v, orders, kind = call.k, call.v, layout.orders, wide_dtype(backward.wanted.wide)
+    k, dk, dv = call.k, *stored_orders(layout)
+    kind = wide_dtype(backward.wanted.wide or layout.facts.heads_apart)
     config = layout.launches["backward_kv"].executable.config
     batch, heads, padded = statistics = layout.statistics
     rows = batch * heads * padded
@@ -322,8 +322,8 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
         delta=first + 2 * rows * FLOAT_BYTES,
         dq_sums=first + 3 * rows * FLOAT_BYTES,
         statistics=statistics,
-        dk=empty_keys(layout, k) if layout.facts.heads_apart else orders.k.empty(k, kind),
-        dv=empty_keys(layout, v) if layout.facts.heads_apart else orders.v.empty(v, kind),
+        dk=dk.empty(k, kind),
+        dv=dv.empty(call.v, kind),
         of_features={
             buffer.name: buffer.empty(call, config) for buffer in (*layout.stores, *layout.sums)
         },

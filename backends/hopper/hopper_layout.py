@@ -13,7 +13,7 @@ from ..kernels.call_signature import PADDING
 from ..kernels.kernel import Task
 from ..kernels.launch_spec import LaunchSpec
 from ..kernels.tile_order import processors_of
-from ..memory_order import given_room
+from ..memory_order import MemoryOrder, given_room
 from .around_backward import SUM_BLOCK
 from .capture_sums import Learned, learned_in_kernel
 from .descriptor_types import blocks_of, moved_argument
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ..base import Call
     from ..kernels.config import Config
     from ..kernels.kernel import Job
-    from ..memory_order import MemoryOrder
     from .features.feature import Buffer, Feature
     from .launch import Launch, View
 
@@ -69,18 +68,16 @@ def statistics_of(call: Call) -> RowStatistics:
     return RowStatistics(batch, heads, -(-q_len // PADDING) * PADDING)
 
 
-def rows_of_keys(layout: HopperLayout, order: MemoryOrder) -> tuple[int, int, int]:
-    """Rows from one batch entry, head and key to the next, as a backward stores gradients."""
-    if not layout.facts.heads_apart:
-        return order.rows
-    heads, kv_len = layout.sizes[1], layout.sizes[4]
-    return heads * kv_len, kv_len, 1
+def stored_orders(layout: HopperLayout) -> tuple[MemoryOrder, MemoryOrder]:
+    """Memory orders of dK and dV as a backward stores them: of query heads if these are apart."""
+    k, v = layout.orders.k, layout.orders.v
+    return (_of_heads(layout, k), _of_heads(layout, v)) if layout.facts.heads_apart else (k, v)
 
 
-def empty_keys(layout: HopperLayout, like: torch.Tensor) -> torch.Tensor:
-    """Room for gradients of keys of each query head, fp32 (batch, heads, kv_len, width)."""
-    batch, heads, _, _, kv_len = layout.sizes
-    return like.new_empty((batch, heads, kv_len, like.shape[3]), dtype=torch.float32)
+def _of_heads(layout: HopperLayout, order: MemoryOrder) -> MemoryOrder:
+    (batch, heads, _, _, keys), width = layout.sizes, order.shape[3]
+    steps = (heads * keys * width, keys * width, width, 1)
+    return MemoryOrder((batch, heads, keys, width), (heads * keys, keys, 1), steps)
 
 
 def sum_arguments(layout: HopperLayout) -> tuple[int, tuple[int, ...]]:

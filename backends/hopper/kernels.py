@@ -131,7 +131,7 @@ def _has_short_loops(job: Job) -> bool:
     facts, sparsity = job.facts, job.lowered.sparsity
     if facts.pair_tiles or job.work_of_pair > _MOST_WORK_OF_THREE:
         return False
-    if sparsity.mask is None or sparsity.not_affine is None:
+    if sparsity.not_affine is None:
         return job.work.startswith("short") and _visits_few(job, _SHORTEST)
     return sparsity.by_cells is None or not sparsity.by_cells.cells
 

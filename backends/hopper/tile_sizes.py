@@ -91,8 +91,6 @@ _SMALL_CELLS = 64
 _OF_ONE_CONSUMER = Config(64, 64, 4, 3, 1, 216, most_registers=128)
 """Config of forwards whose tiles are cells of 64 x 64 pairs, or that have so few rows a head. A
 multiprocessor runs two programs at a time. See M71 in docs/dev/measured.md."""
-
-
 _OF_THREE_PROGRAMS = Config(64, 64, 4, 3, 1, 120, most_registers=80)
 """Config of forwards of 64 columns with short loops or few rows a head. A multiprocessor runs three
 programs at a time: others compute while one begins or ends. See M76 in docs/dev/measured.md."""
@@ -150,7 +148,7 @@ def has_few_tiles(call: Call, sparsity: Sparsity) -> bool:
     Lists take three kernels of a few microseconds. Tiles that may be live are then PARTIAL.
     """
     (batch, heads, q_len), kv_len = call.q.shape[:3], call.k.shape[2]
-    if sparsity.mask is None or sparsity.not_affine is None or max(q_len, kv_len) > 2 * _ONE_TILE:
+    if sparsity.not_affine is None or max(q_len, kv_len) > 2 * _ONE_TILE:
         return False
     return batch * heads * -(-q_len // _ONE_TILE) <= _WAVES_OF_FEW * HOPPER_PROCESSORS
 
@@ -162,8 +160,7 @@ def has_few_rows(task: Task, facts: KernelFacts, call: Call) -> bool:
     fewer rows of all heads that share keys are the decode family's.
     """
     rows, group = call.q.shape[2], call.q.shape[1] // call.k.shape[1]
-    few = rows <= _SMALL_CELLS < group * rows
-    return task is Task.FORWARD and few and widest(facts) <= 128
+    return task is Task.FORWARD and rows <= _SMALL_CELLS < group * rows and widest(facts) <= 128
 
 
 def with_few_rows(facts: KernelFacts, configs: tuple[Config, ...]) -> tuple[Config, ...]:

@@ -147,7 +147,7 @@ class Modules:
                     if self._begin(job, config, key, machine).meta["listed"]:
                         self._start_lists(given, config, machine, device)
                     places.append((key, job.kernel.name, config, ()))
-            for each in (one for one in fixed if one.applies(jobs[0])):
+            for each in _needed(fixed, jobs):
                 function = _fixed_function(each, jobs[0], machine, has_dlse)
                 if module is None or not self._is_known(module, function, device):
                     self._compile(key, function, machine)
@@ -180,7 +180,7 @@ class Modules:
                 executables[job.kernel.name] = found
                 if module.meta["listed"]:
                     listed.add(job.kernel.name)
-            for each in (one for one in fixed if one.applies(jobs[0])):
+            for each in _needed(fixed, jobs):
                 function = _fixed_function(each, jobs[0], machine, has_dlse)
                 executables[each.name] = self._executable(module, function, machine, device)
             return PreparedKernels(executables, frozenset(listed))
@@ -454,6 +454,10 @@ def _entry_of(module: _Module, job: Job, config: Config) -> _Function:
     function = getattr(module.module, job.kernel.entry)
     arguments = job.kernel.arguments(function, job.facts, config)
     return _Function(job.kernel.name, function, arguments, (config,), {})
+
+
+def _needed(fixed: Sequence[FixedKernel], jobs: Sequence[Job]) -> list[FixedKernel]:
+    return [each for each in fixed if each.applies(jobs[0])]
 
 
 def _fixed_function(fixed: FixedKernel, job: Job, machine: Target, has_dlse: bool) -> _Function:

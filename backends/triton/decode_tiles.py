@@ -46,12 +46,13 @@ they take longer to merge, and write more."""
 _WIDE_PARTS = 8
 """Least parts of tiles whose parts have more than :data:`_FEW_SUMS` sums: see M48 and M76."""
 _FEW_SUMS = 2048
+"""Most sums of parts that are quick to merge: 16 rows of 128 columns."""
 PARTS_OF_GROUP = 8
 """Parts that are merged with each other before others. A program with several parts has whole
 groups, and leaves in memory what a group has: storing each part would cost B16 x 10k 5%."""
 _EVEN_PARTS = 2 * PARTS_OF_GROUP
 """Numbers of parts that several programs can share evenly are multiples of this."""
-_TILES_OF_PART = ((2048, 1), (4096, 2))
+_TILES_OF_PART = ((_FEW_SUMS, 1), (2 * _FEW_SUMS, 2))
 _TILES_OF_LARGE_PART = 8
 """Least tiles of keys of a part, by the sums that it has at most. Where keys are few, one tile more
 takes 0.8 us (1,024 keys: 7.9, 8.7 and 10.9 us with 1, 2 and 4 on an H100, D128, 16 rows), but parts

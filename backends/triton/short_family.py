@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 _PROGRAMS = 4
 """Forward programs for each processor. Heads are parted until there are so many; more parts would
 read the same keys more often."""
+_MOST_HEADS = 65535
+"""CUDA's limit for the second number of a program."""
+_MOST_ROWS = 1024
+"""Most rows, of all query heads that share keys, that one backward program goes along. More would
+take longer than Hopper's backward, whose programs share them (77 keys: 171 us for 4096 rows, 149
+there)."""
 _MOST_ROWS_OF_FEW = 256
 """The same where key heads are so few that most processors wait, and query heads would be more.
 Hopper's backward then has work tiles of one query head each: see M76 in docs/dev/measured.md."""
 _MOST_KEYS_OF_MANY = 96
 """The most keys of heads that all processors are busy with. Programs that hold more have so many
 registers that Hopper's three kernels are faster: see M76."""
-_MOST_HEADS = 65535
-"""CUDA's limit for the second number of a program."""
-_MOST_ROWS = 1024
-"""Most rows, of all query heads that share keys, that one backward program goes along. More would
-take longer than Hopper's backward, whose programs share them (77 keys: 171 us for 4096 rows, 149
-there). The number of heads does not count, so that parts of a batch have the bits of the whole."""
 
 
 class Short(Portable):

@@ -168,7 +168,7 @@ class Stored:
     take turns."""
 
     apart: bool = False
-    """Whether each query head has work tiles of its own; their sums are dK and dV."""
+    """True if a work tile has one query head; sums over heads are dK and dV."""
 
     def features(self) -> tuple[str, ...]:
         """Flags of the plan of gradients."""
